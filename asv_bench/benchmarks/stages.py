@@ -1,0 +1,80 @@
+"""Every stage on its own, on what the stages before it produced."""
+
+import numpy as np
+
+from pda_numba import _validate, certify, draw
+from pda_numba.apply import apply, features
+from pda_numba.core import fit
+from pda_numba.data import smooth_heads
+from pda_numba.kernels.simd import lanes
+from pda_numba.landmarks import POOL_FACTOR, choose, draw_pool, gather
+from pda_numba.near import near_sums
+from pda_numba.plan import ROWS_PER_RANK
+from pda_numba.project import head_bases
+from pda_numba.rows import rows
+
+WINDOW = 32
+
+
+class Stage:
+    """One head of 16,384 tokens, D = E = 64."""
+
+    params = (64, 128)
+    param_names = ("rank",)
+    stages = ("rows", "landmarks", "near", "core", "apply", "certify")
+
+    def setup(self, rank):
+        arrays = smooth_heads((1, 16384, 64))
+        self.problem, *_ = _validate.build_problem(*arrays, None, 0)
+        ranges = _validate.scan(self.problem, check_finite=False)
+        self.bounds = ranges.low, ranges.high
+        self.heads = np.array([0])
+        self.where = draw.uniform_rows(self.problem, self.heads, ROWS_PER_RANK * rank)
+        self.basis = np.empty((1, 0, 64), np.float32)
+        panels = -(-16384 // lanes(np.float32))
+        self.starts = np.arange(panels)[None] * lanes(np.float32)
+        self.out = np.empty_like(arrays[0])
+        for stage in self.stages:  # each leaves what the next one needs, with its kernels compiled
+            getattr(self, f"time_{stage}")(rank)
+
+    def time_rows(self, rank):
+        self.exact, self.lse, self.masses = rows(self.problem, self.heads, self.where, masses=True)
+
+    def time_landmarks(self, rank):
+        pool, size = draw_pool(self.problem, self.heads, self.where, self.lse, self.masses, POOL_FACTOR * rank)
+        tiles = gather(self.problem, self.heads, pool, size)
+        columns = features(self.problem, self.heads, self.where, self.lse, tiles, size, self.basis)
+        keys, self.found = choose(self.problem, self.heads, columns, pool, size, rank)
+        self.tiles = gather(self.problem, self.heads, keys, self.found)
+
+    def time_near(self, rank):
+        self.near = near_sums(self.problem, self.heads, self.where, self.lse, [WINDOW])
+
+    def time_core(self, rank):
+        columns = features(self.problem, self.heads, self.where, self.lse, self.tiles, self.found, self.basis)
+        one = np.ones((*self.exact.shape[:2], 1), np.float32)
+        target = np.concatenate([self.exact, one], axis=2)[:, :, None] - self.near
+        weight, used = np.ones(self.where.shape), np.array([self.where.shape[1]])
+        self.fit = fit(self.problem, self.heads, columns, target, self.exact, weight, self.found, used)
+
+    def time_apply(self, rank):
+        table, window = np.ascontiguousarray(self.fit.table[:, 0]), np.array([WINDOW])
+        arguments = self.starts, self.tiles, table, self.found, window, self.basis, self.bounds
+        self.leverage, self.norm = apply(self.problem, self.heads, *arguments, self.out)
+
+    def time_certify(self, rank):
+        reach = certify.reach(self.problem, self.heads)
+        exact = np.zeros(reach.shape, bool)
+        certify.draw_audit(self.problem, self.heads, self.where.shape[1], exact, self.leverage, reach, np.array([0]))
+
+
+class Projection:
+    params = ("pca", "srht", "gaussian", "orthogonal")
+    param_names = ("kind",)
+
+    def setup(self, kind):
+        self.problem, *_ = _validate.build_problem(*smooth_heads((1, 16384, 256)), None, 0)
+        self.time_bases(kind)
+
+    def time_bases(self, kind):
+        head_bases(self.problem, np.array([0]), 64, kind)

@@ -1,0 +1,80 @@
+"""How every kernel of the package is compiled: one policy, in one place.
+
+`shared`
+    A body that both devices inline: plain arithmetic on scalars and arrays, lazily typed.
+`cpu_kernel`
+    A driver for the CPU: `numba.njit(parallel=True)`, cached on disk, one at a time.
+
+The fast-math policy is the same for every kernel. Fused multiply-adds and reassociation are allowed
+(sums vectorise, and the order is still fixed by the compiled code, so results are repeatable); reasoning
+that assumes away NaN or infinity is not, because masks are minus infinity.
+"""
+
+import functools
+import sys
+import threading
+import time
+
+import numba
+from numba.core import event
+from numba.extending import register_jitable
+
+FASTMATH = {"contract", "reassoc", "nsz"}
+
+shared = register_jitable
+
+# Numba's fallback threading layer ("workqueue") aborts the process when two Python threads enter parallel
+# code at once. A parallel kernel uses every core anyway, so nothing is lost by letting them in one by one.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def cpu_kernel(function):
+    """Compile `function` as a CPU driver: parallel, without the GIL, cached on disk."""
+    compiled = numba.njit(parallel=True, nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")(function)
+
+    @functools.wraps(function)
+    def run(*args):
+        with _ONE_AT_A_TIME:
+            return compiled(*args)
+
+    run.dispatcher = compiled
+    return run
+
+
+class _CompileNotice(event.Listener):
+    """Says once, on a terminal, that the kernels are being compiled, if that takes more than `after` seconds."""
+
+    def __init__(self, after=5.0):
+        self.after = after
+        self.started = None
+        self.running = 0
+        self.told = False
+
+    def on_start(self, _event):
+        self.running += 1
+        if self.started is None:
+            self.started = time.monotonic()
+            timer = threading.Timer(self.after, self._tell)
+            timer.daemon = True
+            timer.start()
+
+    def on_end(self, _event):
+        self.running -= 1
+
+    def _tell(self):
+        if self.running and not self.told and sys.stderr.isatty():
+            self.told = True
+            print(
+                "pda_numba: compiling its kernels for this machine; this happens once, later runs load them from the cache.",
+                file=sys.stderr,
+            )
+
+
+def announce_slow_compilation():
+    """Install the notice above for this process (called on the first kernel use, not at import)."""
+    if not announce_slow_compilation.done:
+        announce_slow_compilation.done = True
+        event.register("numba:compile", _CompileNotice())
+
+
+announce_slow_compilation.done = False

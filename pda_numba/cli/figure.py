@@ -1,0 +1,99 @@
+"""The demo's picture: on the left what was claimed against what is true, on the right time against length."""
+
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib import ticker
+
+BLUE, ORANGE, GREY, INK = "#1f6fb4", "#d9601a", "#8a8f98", "#22262b"
+_STYLE: dict[Any, Any] = {
+    "font.size": 13,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "axes.titleweight": "bold",
+    "axes.titlesize": 14,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 12,
+    "svg.fonttype": "none",
+}
+
+
+def draw(by_tol, by_rank, lengths, tol, path, kind):
+    """Write the picture to `path` as `kind` (png, svg, pdf)."""
+    with plt.rc_context(_STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+        _errors(left, by_tol, by_rank, tol)
+        _times(right, lengths)
+        figure.savefig(path, format=kind, dpi=150, facecolor="white")
+        plt.close(figure)
+
+
+def _errors(axes, by_tol, by_rank, tol):
+    groups = [(by_rank, BLUE, "o", "rank 64"), (by_tol, ORANGE, "D", f"target {100 * tol:g} %")]
+    for results, colour, marker, label in groups:
+        true, claimed, limit = (
+            np.array([getattr(one, name) for one in results]) for name in ("true", "claimed", "limit")
+        )
+        axes.vlines(true, np.minimum(claimed, limit), limit, color=colour, lw=2, alpha=0.55)
+        axes.plot(true, claimed, marker, color=colour, ms=8, mec="white", mew=0.8, label=label)
+    values = [x for one in by_tol + by_rank for x in (one.true, one.claimed, one.limit) if x > 0]
+    low, high = min(values) / 1.4, max(values) * 1.4
+    axes.plot([low, high], [low, high], color=GREY, lw=1.2, zorder=0)
+    axes.fill_between([low, high], [low, high], low, color=GREY, alpha=0.10, lw=0, zorder=0)
+    axes.text(0.97, 0.05, "claimed too little", ha="right", color=INK, alpha=0.7, transform=axes.transAxes)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{100 * x:g} %"))
+        axis.set_minor_locator(ticker.NullLocator())
+    axes.set(xlabel="true error", ylabel="claimed error, bar to its 95 % limit")
+    axes.set_title(f"{len(by_rank)} real heads: claimed and true error")
+    axes.legend(loc="upper left")
+
+
+def _times(axes, lengths):
+    tokens = np.array([one.tokens for one in lengths])
+    seconds = np.array([one.seconds for one in lengths])
+    exact = np.array([one.exact_seconds for one in lengths])
+    last = int(np.flatnonzero([one.exact_measured for one in lengths])[-1])
+    axes.plot(tokens[: last + 1], exact[: last + 1], "-s", color=GREY, ms=7, lw=2.2, label="exact")
+    if last + 1 < len(tokens):
+        axes.plot(tokens[last:], exact[last:], "--", color=GREY, lw=2.2, label="exact, by its quadratic law")
+    axes.plot(tokens, seconds, "-o", color=BLUE, ms=8, lw=2.6, label="pda_numba, rank 128")
+    for one in lengths[::-2]:
+        _mark_factor(axes, one)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="seconds")
+    axes.set_xticks(tokens, [f"{n // 1024}k" for n in tokens])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.8)
+    axes.set_title("Time for one head")
+    axes.legend(loc="upper left")
+
+
+def _mark_factor(axes, one):
+    """How many times faster, between the two curves, where there is room."""
+    if one.exact_seconds < 3 * one.seconds:
+        return
+    axes.vlines(one.tokens, 1.25 * one.seconds, one.exact_seconds / 1.25, color=ORANGE, lw=1.2, alpha=0.7)
+    axes.annotate(
+        f"{one.exact_seconds / one.seconds:,.0f}x",
+        (one.tokens, np.sqrt(one.seconds * one.exact_seconds)),
+        ha="center",
+        va="center",
+        fontweight="bold",
+        color=ORANGE,
+        bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"},
+    )

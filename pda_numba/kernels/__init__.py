@@ -1,0 +1,1 @@
+"""Bodies that the stages share. Nothing here is public."""

@@ -1,0 +1,105 @@
+"""Attention of one panel of queries to one tile of keys, on the CPU: the body of every pass over the keys.
+
+A panel holds its queries in the lanes: `queries (D, lanes)`, `scores (keys, lanes)`, `sums (E, lanes)`. The state of
+the online softmax is, per lane, `top` (running maximum of the scores), `total` (sum of the weights) and `sums`
+(sum of weights times values):
+
+    w_j = 2^(s_j - top)        total = sum_j w_j        sums = sum_j w_j v_j
+
+Scores are in units of log 2: the factor scale * log2(e) is applied to the queries when they are packed.
+"""
+
+from .._jit import shared
+from .scalar import exp2, widen
+from .simd import ROW_PADDING, ROWS, lane_count, multiply_block
+
+TILE = 128  # keys per tile: a tile of keys and one of values stay in the second-level cache
+PANELS = 8  # panels that share a tile, one after the other
+
+
+@shared
+def load_tile(tile, source, start, count):
+    """Rows start .. start + count of `source` into `tile`, widened; the rest of the tile is zero."""
+    columns = source.shape[1]
+    for i in range(count):
+        for d in range(columns):
+            tile[i, d] = widen(source[start + i, d])
+        tile[i, columns:] = 0
+    used = min(tile.shape[0], (count + ROW_PADDING - 1) // ROW_PADDING * ROW_PADDING)
+    for i in range(count, used):
+        tile[i, :] = 0
+
+
+@shared
+def pack_query(panel, lane, source, row, factor):
+    """Query `row` into one lane, times `factor`."""
+    for d in range(source.shape[1]):
+        panel[d, lane] = widen(source[row, d]) * factor
+
+
+@shared
+def multiply_keys(scores, tile, queries, count):
+    """scores[j, :] = k_j . q for the `count` keys of a tile."""
+    width = tile.shape[1]
+    for j in range(0, count, ROWS):
+        multiply_block(scores, j, tile, j * width, width, 1, queries, queries.shape[0], False)
+
+
+@shared
+def add_values(sums, tile, weights, count):
+    """sums += V^T w over the `count` keys of a tile."""
+    width = tile.shape[1]
+    for e in range(0, width, ROWS):
+        multiply_block(sums, e, tile, e, 1, width, weights, count, True)
+
+
+@shared
+def raise_top(top, peak, total, sums, scores, count):
+    """Raise the running maximum to cover a tile's scores; rescale what was summed so far (`peak` is scratch)."""
+    for x in range(lane_count(top)):
+        peak[x] = top[x]
+    j = 0
+    while j + 4 <= count:  # four at a time: the running maximum is loaded and stored once
+        for x in range(lane_count(top)):
+            a = scores[j, x] if scores[j, x] > scores[j + 1, x] else scores[j + 1, x]
+            b = scores[j + 2, x] if scores[j + 2, x] > scores[j + 3, x] else scores[j + 3, x]
+            a = a if a > b else b
+            peak[x] = a if a > peak[x] else peak[x]
+        j += 4
+    while j < count:
+        for x in range(lane_count(top)):
+            peak[x] = scores[j, x] if scores[j, x] > peak[x] else peak[x]
+        j += 1
+    raised = False
+    for x in range(lane_count(top)):
+        raised |= peak[x] != top[x]
+    if raised:
+        for x in range(lane_count(top)):
+            shrink = exp2(top[x] - peak[x])
+            top[x] = peak[x]
+            peak[x] = shrink
+            total[x] *= shrink
+        for e in range(sums.shape[0]):
+            for x in range(lane_count(top)):
+                sums[e, x] *= peak[x]
+
+
+@shared
+def weigh(scores, top, total, count):
+    """Scores to weights 2^(s - top), in place; their sum is added to `total`."""
+    j = 0
+    while j + 4 <= count:
+        for x in range(lane_count(top)):
+            a = exp2(scores[j, x] - top[x])
+            b = exp2(scores[j + 1, x] - top[x])
+            c = exp2(scores[j + 2, x] - top[x])
+            d = exp2(scores[j + 3, x] - top[x])
+            scores[j, x], scores[j + 1, x], scores[j + 2, x], scores[j + 3, x] = a, b, c, d
+            total[x] += (a + b) + (c + d)
+        j += 4
+    while j < count:
+        for x in range(lane_count(top)):
+            a = exp2(scores[j, x] - top[x])
+            scores[j, x] = a
+            total[x] += a
+        j += 1

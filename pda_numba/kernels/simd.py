@@ -1,0 +1,114 @@
+"""The CPU's inner loop: a register-blocked product, written as explicit vectors.
+
+    c[row + r, :] (+)= sum_k a[offset + r * row_stride + k * depth_stride] * b[k, :]        r = 0 .. ROWS - 1
+
+Queries lie in the lanes (the last axis of `b` and `c`), two vectors wide. A block of ROWS x 2 vector accumulators
+stays in registers over the whole sum, so that each step is two vector loads, ROWS broadcasts and 2 ROWS fused
+multiply-adds. Left to itself the compiler keeps the accumulators in memory, which costs more than half the speed.
+The two strides of `a` make one routine serve both products of attention, q . k and weights . v, without a transpose.
+"""
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from .._jit import shared
+
+_FEATURES = binding.get_host_cpu_features()
+
+# With 512-bit registers (32 of them) a block is 8 x 2; with 256-bit ones (16), or narrower, 4 x 2.
+_WIDE = bool(_FEATURES.get("avx512f"))
+VECTOR_BYTES = 64 if _WIDE else 32
+ROWS = 8 if _WIDE else 4
+ROW_PADDING = 8  # panels and tiles are padded to this many rows, a multiple of ROWS on every machine
+
+
+def lanes(dtype):
+    """Queries per panel for arithmetic in `dtype`."""
+    return 2 * VECTOR_BYTES // np.dtype(dtype).itemsize
+
+
+def lane_count(panel):
+    """The same as a constant inside compiled code, from a panel's type."""
+    return panel.shape[-1]
+
+
+@overload(lane_count)
+def _lane_count_by_type(panel):
+    count = lanes(panel.dtype.name)
+    return lambda panel: count
+
+
+@shared
+def padded(rows):
+    """`rows` rounded up to whole register blocks."""
+    return (rows + ROW_PADDING - 1) // ROW_PADDING * ROW_PADDING
+
+
+@intrinsic
+def multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    """One ROWS x 2-vector block of the product above. `b` and `c` are C-contiguous panels, `a` is C-contiguous."""
+    element, name, size = (ir.FloatType(), "f32", 4) if c.dtype == types.float32 else (ir.DoubleType(), "f64", 8)
+    width = VECTOR_BYTES // size
+    vector = ir.VectorType(element, width)
+    i64 = ir.IntType(64)
+
+    def codegen(context, builder, signature, arguments):
+        c, row, a, offset, row_stride, depth_stride, b, depth, accumulate = arguments
+
+        def data(position, value, element_offset):
+            array = context.make_array(signature.args[position])(context, builder, value)
+            return builder.gep(array.data, [element_offset])
+
+        def vector_at(pointer, index):
+            return builder.bitcast(builder.gep(pointer, [i64(index * width)]), vector.as_pointer())
+
+        lane_total = i64(2 * width)
+        c_rows = [data(0, c, builder.mul(builder.add(row, i64(r)), lane_total)) for r in range(ROWS)]
+        a_rows = [data(2, a, builder.add(offset, builder.mul(row_stride, i64(r)))) for r in range(ROWS)]
+        b_start = data(6, b, i64(0))
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{width}{name}"
+        )
+        zero = ir.Constant(vector, [0.0] * width)
+        first = [
+            [builder.select(accumulate, builder.load(vector_at(c_rows[r], j), align=size), zero) for j in range(2)]
+            for r in range(ROWS)
+        ]
+        entry = builder.block
+        loop, step, end = (builder.append_basic_block(f"block.{part}") for part in ("loop", "step", "end"))
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        k = builder.phi(i64)
+        k.add_incoming(i64(0), entry)
+        sums = [[builder.phi(vector) for _ in range(2)] for _ in range(ROWS)]
+        builder.cbranch(builder.icmp_signed("<", k, depth), step, end)
+
+        builder.position_at_end(step)
+        b_row = builder.gep(b_start, [builder.mul(k, lane_total)])
+        b_vectors = [builder.load(vector_at(b_row, j), align=size) for j in range(2)]
+        a_shift = builder.mul(k, depth_stride)
+        undefined = ir.Constant(vector, ir.Undefined)
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+        for r in range(ROWS):
+            value = builder.load(builder.gep(a_rows[r], [a_shift]))
+            value = builder.insert_element(undefined, value, ir.IntType(32)(0))
+            value = builder.shuffle_vector(value, undefined, everywhere)
+            for j in range(2):
+                sums[r][j].add_incoming(first[r][j], entry)
+                sums[r][j].add_incoming(builder.call(fma, [value, b_vectors[j], sums[r][j]]), step)
+        k.add_incoming(builder.add(k, i64(1)), step)
+        builder.branch(loop)
+
+        builder.position_at_end(end)
+        for r in range(ROWS):
+            for j in range(2):
+                builder.store(sums[r][j], vector_at(c_rows[r], j), align=size)
+        return context.get_dummy_value()
+
+    integers = (types.intp,)
+    signature = types.void(c, *integers, a, *integers * 3, b, *integers, types.boolean)
+    return signature, codegen

@@ -1,0 +1,189 @@
+"""Landmarks: R keys whose exponential columns span the pilot rows, by randomly pivoted QR.
+
+    pool: keys drawn by their mass sum_i a_ij over the pilot rows, and the heaviest key of every pilot row
+    B = A[pilot, pool] with every column divided by the square root of its sum
+    repeat R times: draw a column with probability ~ |residual|^2, orthogonalise all residuals against it
+
+Randomly pivoted QR as in randomly pivoted Cholesky (Chen, Epperly, Tropp and Webber 2023) on the Gram matrix B^T B.
+The residuals are updated explicitly, so that they are accurate relative to the columns, not to their squares.
+"""
+
+import math
+
+import numpy as np
+from numba import prange
+
+from . import draw
+from ._jit import cpu_kernel, shared
+from .kernels.panel import TILE
+from .kernels.scalar import exp2, uniform, widen
+from .kernels.simd import padded
+
+POOL_FACTOR = 8  # keys drawn by mass per landmark
+
+# --- bodies ---
+
+
+@shared
+def _score(q, row, k, j, factor):
+    total = factor - factor
+    for d in range(q.shape[1]):
+        total += widen(q[row, d]) * factor * widen(k[j, d])
+    return total
+
+
+@shared
+def _draw_key(q, row, k, lse, mass, u, factor, scores):
+    """A key with probability a_ij in one row: first its tile, by the tiles' masses, then the key in the tile."""
+    target, tile, cumulative = u, mass.shape[0] - 1, 0.0
+    for t in range(mass.shape[0]):
+        share = float(exp2(mass[t] - lse))
+        if cumulative + share > target:
+            tile = t
+            break
+        cumulative += share
+    start = tile * TILE
+    count = min(TILE, k.shape[0] - start)
+    for j in range(count):
+        scores[j] = exp2(_score(q, row, k, start + j, factor) - lse)
+    chosen = 0
+    for j in range(count):
+        if scores[j] > 0:
+            chosen = j
+            cumulative += scores[j]
+            if cumulative > target:
+                break
+    return start + chosen
+
+
+@shared
+def _heaviest_key(q, row, k, mass, factor):
+    """The largest score in the row's heaviest tile."""
+    tile = 0
+    for t in range(mass.shape[0]):
+        tile = t if mass[t] > mass[tile] else tile
+    start = tile * TILE
+    best, best_score = start, _score(q, row, k, start, factor)
+    for j in range(start + 1, min(start + TILE, k.shape[0])):
+        score = _score(q, row, k, j, factor)
+        if score > best_score:
+            best, best_score = j, score
+    return best
+
+
+@shared
+def _pivot(columns, count, seed, head, chosen):
+    """Randomly pivoted QR on the rows of `columns (pool, n)`; returns how many were chosen before rounding level."""
+    pool, n = columns.shape
+    square = np.empty(pool)
+    start = 0.0
+    for c in range(pool):
+        square[c] = 0.0
+        for i in range(n):
+            square[c] += columns[c, i] * columns[c, i]
+        start += square[c]
+    epsilon = np.finfo(columns.dtype).eps
+    pivot = np.empty(n, columns.dtype)
+    for step in range(min(count, pool)):
+        total = 0.0
+        for c in range(pool):
+            total += square[c]
+        if total <= start * epsilon * epsilon * n or total <= 0.0:
+            return step
+        target, best = uniform(seed, head, draw.PIVOT, step) * total, -1
+        for c in range(pool):
+            if square[c] > 0:
+                best = c
+                target -= square[c]
+                if target < 0:
+                    break
+        chosen[step] = best
+        length = 1 / math.sqrt(square[best])
+        for i in range(n):
+            pivot[i] = columns[best, i] * length
+        for c in range(pool):
+            if square[c] <= 0:
+                continue
+            dot = pivot[0] - pivot[0]
+            for i in range(n):
+                dot += columns[c, i] * pivot[i]
+            left = 0.0
+            for i in range(n):
+                residual = columns[c, i] - dot * pivot[i]
+                columns[c, i] = residual
+                left += residual * residual
+            square[c] = left
+        square[best] = 0.0
+    return min(count, pool)
+
+
+# --- CPU drivers ---
+
+
+@cpu_kernel
+def _pool_cpu(q, k, v, query_head, key_head, which, lse, mass, draws, factor, seed, pool):
+    heads, n = which.shape
+    for item in prange(heads * (draws + n)):
+        h, i = item // (draws + n), item % (draws + n)
+        q_h, k_h = q[query_head[h]], k[key_head[h]]
+        if i < draws:
+            row = i % n
+            u = uniform(seed, query_head[h], draw.POOL, i)
+            scores = np.empty(TILE, lse.dtype)
+            pool[h, i] = _draw_key(q_h, which[h, row], k_h, lse[h, row], mass[h, row], u, factor, scores)
+        else:
+            row = i - draws
+            pool[h, i] = _heaviest_key(q_h, which[h, row], k_h, mass[h, row], factor)
+
+
+@cpu_kernel
+def _pivot_cpu(query_head, columns, size, count, seed, chosen, found):
+    for h in prange(columns.shape[0]):
+        found[h] = _pivot(columns[h, : size[h]], count, seed, query_head[h], chosen[h])
+
+
+@cpu_kernel
+def _gather_cpu(source, head, which, size, out):
+    heads, count = which.shape
+    for item in prange(heads * count):
+        h, i = item // count, item % count
+        if i < size[h]:
+            for d in range(source.shape[2]):
+                out[h, i, d] = widen(source[head[h], which[h, i], d])
+
+
+# --- stages ---
+
+
+def gather(problem, heads, which, size, *, source=None):
+    """Keys (or values) by index, widened, as tiles that the panel bodies can read: (heads, rows padded, D)."""
+    source = problem.k if source is None else source
+    out = np.zeros((len(which), padded(which.shape[1]), source.shape[2]), problem.element)
+    _gather_cpu(source, problem.key_head[heads], which, size, out)
+    return out
+
+
+def draw_pool(problem, heads, which, lse, masses, count):
+    """Candidate keys (heads, pool), sorted and distinct in front, and how many each head has."""
+    pool = np.empty((len(which), count + which.shape[1]), np.int64)
+    _pool_cpu(*problem.arrays(heads), which, lse, masses, count, problem.factor, problem.seed, pool)
+    size = np.empty(len(pool), np.int64)
+    for h, row in enumerate(pool):
+        distinct = np.unique(row)
+        size[h] = len(distinct)
+        row[: len(distinct)] = distinct
+        row[len(distinct) :] = 0
+    return pool, size
+
+
+def choose(problem, heads, columns, pool, size, count):
+    """Landmarks (heads, count) from the pool, and how many each head got (its effective rank if below `count`).
+
+    `columns (heads, pool, n)` are the pool's exponential columns on the pilot rows; they are overwritten.
+    """
+    total = columns.sum(axis=2, keepdims=True)
+    np.divide(columns, np.sqrt(total), out=columns, where=total > 0)
+    chosen = np.zeros((len(pool), count), np.int64)
+    found = np.zeros(len(pool), np.int64)
+    _pivot_cpu(problem.query_head[heads], columns, size, count, problem.seed, chosen, found)
+    return np.take_along_axis(pool, chosen, axis=1), found
