@@ -8,9 +8,10 @@ import numpy as np
 
 from . import _validate, certify, draw, plan, project
 from ._jit import announce_slow_compilation
-from .adaptive import HeadResult, low_rank
+from .adaptive import low_rank
 from .device import resolve_device
 from .info import AccuracyWarning, AttentionInfo, Clock, ErrorEstimate
+from .results import HeadResult
 from .rows import rows
 
 _GROUP_BYTES = 48 * 2**20  # heads that are computed together share this much workspace

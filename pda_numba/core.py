@@ -31,7 +31,11 @@ LEVERAGE_COLUMNS = 16  # the leverage |x G|^2 is estimated from this many random
 _SKETCH = 8  # value columns, or random combinations of them, on which the candidates for lambda are compared
 _CANDIDATES = 17
 _WIDTH = lanes(np.float64)
-_LEAST_NORMALISER = 0.05  # a leave-one-out normaliser below this counts as this: such rows are computed exactly later
+_ALONE = 1e-7  # 1 - h below this: the row is fitted by itself alone, and without it nothing is known (x_i Z = 0)
+_HUGE = 1e12  # the leverage of such a row when it is left out
+# The output is clipped to the range of the values, so no row's error counts for more than this, in rms |o|: twice the
+# largest difference of two outputs of that size. A row whose normaliser is not positive counts as much.
+_LARGEST_ERROR = 2.0
 
 # --- bodies ---
 
@@ -117,6 +121,10 @@ def _leave_one_out(features, vt, gains, coefficients, targets, exact, weight, fi
     squared, leverage = np.empty((rank, width)), np.empty((gains.shape[0], width))
     fitted = np.empty((coefficients.shape[0], width))
     loo[:, :] = 0.0
+    largest = 0.0
+    for i in range(exact.shape[0]):
+        for j in range(exact.shape[1]):
+            largest += exact[i, j] * exact[i, j] * _LARGEST_ERROR * _LARGEST_ERROR / exact.shape[0]
     begin = 0 if row_error.shape[0] else first
     for start in range(begin, weight.shape[0], width):
         used = min(width, weight.shape[0] - start)
@@ -132,22 +140,26 @@ def _leave_one_out(features, vt, gains, coefficients, targets, exact, weight, fi
         for g in range(loo.shape[0]):
             for i in range(used):
                 row, w_square = start + i, weight[start + i] * weight[start + i]
-                grow = 1.0 / max(1.0 - leverage[g, i] * w_square, 1e-9)
+                rest = 1.0 - leverage[g, i] * w_square
+                alone = rest < _ALONE
+                grow = 0.0 if alone else 1.0 / rest
                 for w in range(windows):
                     base = (g * windows + w) * columns
                     dden = (fitted[base + columns - 1, i] - targets[row, w, columns - 1]) * grow
+                    dden = -targets[row, w, columns - 1] if alone else dden
                     square = 0.0
                     for j in range(columns - 1):
                         dnum = (fitted[base + j, i] - targets[row, w, j]) * grow
+                        dnum = -targets[row, w, j] if alone else dnum
                         error = dnum - exact[row, j] * dden
                         square += error * error
-                    normaliser = max(1.0 + dden, _LEAST_NORMALISER)
-                    square /= normaliser * normaliser
+                    normaliser = 1.0 + dden
+                    square = min(square / (normaliser * normaliser), largest) if normaliser > 0.0 else largest
                     if row >= first:
                         loo[g, w] += w_square * square
                     if row_error.shape[0]:
                         row_error[row] = square
-                        row_leverage[row] = leverage[g, i] * grow
+                        row_leverage[row] = _HUGE if alone else leverage[g, i] * grow
 
 
 @shared
@@ -271,7 +283,7 @@ class Fit(NamedTuple):
     row_leverage: np.ndarray  # (heads, windows, n): its leverage when left out
 
 
-def fit(problem, heads, features, target, exact, weight, rank, used, *, first=0):
+def fit(problem, heads, features, target, exact, weight, rank, *, used, first=0):
     """Fit every head and every window.
 
     `features (heads, R padded, n)`, `target (heads, n, windows, E + 1)`, `exact (heads, n, E)`, `weight (heads, n)`;

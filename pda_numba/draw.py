@@ -13,7 +13,7 @@ from .kernels.scalar import permuted, uniform
 
 # Streams of random numbers; each stage has its own, so that no draw tells anything about another. A permutation uses
 # four in a row (one per round of its network).
-ROWS, LEVERAGE, POOL, PIVOT, SKETCH, COMBINE, PROJECTION, AUDIT, REACH, JUDGE, PANELS = 0, 16, 17, 18, 19, 20, 24, 32, 36, 40, 48
+ROWS, LEVERAGE, POOL, PIVOT, SKETCH, COMBINE, PROJECTION, AUDIT, REACH, JUDGE, PANELS, REFINE = 0, 16, 17, 18, 19, 20, 24, 32, 36, 40, 48, 52
 
 # --- bodies ---
 

@@ -110,7 +110,8 @@ def _solve(root, right):
 
 
 def head_bases(problem, heads, proj_dim, kind):
-    """What the apply pass needs of a projection: `basis (heads, m', D)`, and a function that projects landmarks.
+    """What the apply pass needs of a projection: `basis (heads, m', D)`, and a function that projects landmarks, of which
+    each head has `repeats` sets in a row.
 
     For "pca" there is one more coordinate, q . mean(k): the projected logits keep the true ones' common shift.
     """
@@ -118,14 +119,15 @@ def head_bases(problem, heads, proj_dim, kind):
     if kind != "pca":
         p = random_matrix(dim, proj_dim, kind, problem.seed, problem.element)
         basis = np.ascontiguousarray(np.broadcast_to(p.T, (len(heads), proj_dim, dim)))
-        return basis, lambda landmarks: landmarks @ p
+        return basis, lambda landmarks, repeats: landmarks @ p
     pairs = [balanced_pair(*sample(problem, h), proj_dim) for h in heads]
     basis = np.stack([np.vstack([p_q.T, mean[None]]) for p_q, _, mean in pairs]).astype(problem.element)
 
-    def project_landmarks(landmarks):
+    def project_landmarks(landmarks, repeats):
         out = np.ones((*landmarks.shape[:2], proj_dim + 1), problem.element)
-        for h, (_, p_k, mean) in enumerate(pairs):
-            out[h, :, :proj_dim] = (landmarks[h] - mean) @ p_k
+        for i, rows in enumerate(landmarks):
+            _, p_k, mean = pairs[i // repeats]
+            out[i, :, :proj_dim] = (rows - mean) @ p_k
         return out
 
     return basis, project_landmarks

@@ -7,7 +7,7 @@ from pda_numba.apply import apply, features
 from pda_numba.core import fit
 from pda_numba.data import smooth_heads
 from pda_numba.kernels.simd import lanes
-from pda_numba.landmarks import POOL_FACTOR, choose, draw_pool, gather
+from pda_numba.landmarks import POOL_FACTOR, REFINE_FACTOR, choose, draw_pool, gather, refine
 from pda_numba.near import near_sums
 from pda_numba.plan import ROWS_PER_RANK
 from pda_numba.project import head_bases
@@ -45,7 +45,8 @@ class Stage:
         tiles = gather(self.problem, self.heads, pool, size)
         columns = features(self.problem, self.heads, self.where, self.lse, tiles, size, self.basis)
         keys, self.found = choose(self.problem, self.heads, columns, pool, size, rank)
-        self.tiles = gather(self.problem, self.heads, keys, self.found)
+        centres, _ = refine(self.problem, self.heads, keys, self.found, REFINE_FACTOR * rank)
+        self.tiles = centres.astype(np.float32)
 
     def time_near(self, rank):
         self.near = near_sums(self.problem, self.heads, self.where, self.lse, [WINDOW])
@@ -55,7 +56,7 @@ class Stage:
         one = np.ones((*self.exact.shape[:2], 1), np.float32)
         target = np.concatenate([self.exact, one], axis=2)[:, :, None] - self.near
         weight, used = np.ones(self.where.shape), np.array([self.where.shape[1]])
-        self.fit = fit(self.problem, self.heads, columns, target, self.exact, weight, self.found, used)
+        self.fit = fit(self.problem, self.heads, columns, target, self.exact, weight, self.found, used=used)
 
     def time_apply(self, rank):
         table, window = np.ascontiguousarray(self.fit.table[:, 0]), np.array([WINDOW])
