@@ -143,6 +143,24 @@ def bits(array):
     return array.view({"float16": np.uint16, "bfloat16": np.int16}.get(array.dtype.name, array.dtype))
 
 
+class _Alias:
+    """The memory of an array, said to be writable."""
+
+    def __init__(self, array):
+        self.array = array  # keeps the memory alive
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _writable_alias(array):
+    """A view of a read-only array (a memory map, say) that compiled code takes for an ordinary one.
+
+    Kernels only read their inputs, but Numba would compile every one of them a second time for a read-only type.
+    """
+    return array if array.flags.writeable or not array.size else np.asarray(_Alias(array))
+
+
 def build_problem(q, k, v, scale, seed):
     """Check q, k and v and flatten them; returns (problem, leading shape of the output, dtype of the output)."""
     q, k, v = float_array("q", q), float_array("k", k), float_array("v", v)
@@ -152,7 +170,7 @@ def build_problem(q, k, v, scale, seed):
     seed = whole("seed", seed, 0, 2**63 - 1, high_name="2**63 - 1")
     element = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     query_head, key_head = _head_maps(q.shape[:-2], k.shape[:-2], lead)
-    flat = [bits(x).reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+    flat = [_writable_alias(bits(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])) for x in (q, k, v)]
     return Problem(*flat, query_head, key_head, element, scale, seed), lead, q.dtype
 
 

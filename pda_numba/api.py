@@ -204,7 +204,7 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
         raise ValueError("out must be finite, got NaN or infinity; check_finite=False skips this test")
     announce_slow_compilation()
     ranges = _validate.scan(problem, check_finite=check_finite)
-    flat = out.reshape(-1, *shape[-2:])
+    flat = out.reshape(math.prod(lead), *shape[-2:])
     judged = [_judge_head(problem, h, flat[h], n_rows, ranges.rounding[h]) for h in range(math.prod(lead))]
     columns = (np.array(c).reshape(lead) for c in zip(*judged, strict=True))
     return ErrorEstimate(*columns)
@@ -304,7 +304,7 @@ def _exact_heads(problem, results, ranges, buffer, clock):
         return
     with clock.stage("exact"):
         if len(heads) == len(results):
-            rows(problem, heads, np.broadcast_to(np.arange(n), (len(heads), n)), out=buffer)
+            rows(problem, heads, np.tile(np.arange(n), (len(heads), 1)), out=buffer)
         else:
             for h in heads:
                 rows(problem, heads[heads == h], np.arange(n)[None], out=buffer[h : h + 1])
@@ -312,7 +312,8 @@ def _exact_heads(problem, results, ranges, buffer, clock):
         result = results[h]
         result.rank = result.effective_rank = result.window = result.flagged_rows = result.fallback_rows = 0
         result.rows, result.row_share = n, 1.0
-        result.error = result.error_limit = result.row_error = float(ranges.rounding[h])
+        result.error = 2.0 * float(np.finfo(problem.element).eps)  # what rounding costs as a rule
+        result.error_limit = result.row_error = float(ranges.rounding[h])  # and at most
         result.flops += plan.exact_flops(n, m, d, e)
 
 

@@ -29,7 +29,7 @@ from .kernels.small_svd import orthogonalise_rows
 
 LEVERAGE_COLUMNS = 16  # the leverage |x G|^2 is estimated from this many random combinations of G's columns
 _SKETCH = 8  # value columns, or random combinations of them, on which the candidates for lambda are compared
-_CANDIDATES = 17
+_CANDIDATES = 9
 _WIDTH = lanes(np.float64)
 _ALONE = 1e-7  # 1 - h below this: the row is fitted by itself alone, and without it nothing is known (x_i Z = 0)
 _HUGE = 1e12  # the leverage of such a row when it is left out
@@ -88,20 +88,24 @@ def _decompose(features, target, weight, rank):
         for c in range(columns):
             joint[(rank + c) // width, i, (rank + c) % width] = target[i, c] * weight[i]
     triangularise(joint, rank)
-    small = np.empty((rank, total))
+    small, upper = np.zeros((rank, 2 * rank)), np.zeros((rank, columns))
+    for i in range(min(rank, n)):
+        for c in range(rank):
+            small[i, c] = joint[c // width, i, c % width]
+        for c in range(columns):
+            upper[i, c] = joint[(rank + c) // width, i, (rank + c) % width]
     for i in range(rank):
-        for c in range(total):
-            small[i, c] = joint[c // width, i, c % width] if i < n else 0.0
+        small[i, rank + i] = 1.0
     squares = np.empty(rank)
-    orthogonalise_rows(small, rank, squares)  # [diag(sigma) V^T, U^T Y]
-    vt, right_side = np.zeros((padded(rank), rank)), np.empty((rank, columns))
+    orthogonalise_rows(small, rank, squares)  # [R, I] to [diag(sigma) V^T, U^T]
+    vt, ut = np.zeros((padded(rank), rank)), small[:, rank:].copy()
     least = squares.max() * 1e-32
     for c in range(rank):
         sigma = math.sqrt(squares[c])
         for j in range(rank):
             vt[c, j] = small[c, j] / sigma if squares[c] > least else 0.0
-        for j in range(columns):
-            right_side[c, j] = small[c, rank + j] * sigma
+            ut[c, j] *= sigma
+    right_side = _multiply(ut, upper)
     return squares, vt, right_side
 
 
@@ -168,7 +172,7 @@ def _candidate_gains(squares):
     largest = squares.max()
     for g in range(_CANDIDATES):
         for c in range(squares.shape[0]):
-            gains[g, c] = 1.0 / (squares[c] + 10.0 ** (g - _CANDIDATES + 1) * largest)
+            gains[g, c] = 1.0 / (squares[c] + 10.0 ** (2 * (g - _CANDIDATES + 1)) * largest)
     return gains
 
 
@@ -203,12 +207,16 @@ def _fit(features, target, exact, weight, first, rank, seed, head, table, ridge,
         features, vt, gains, coefficients, sketched_target, sketched_exact, weight, first, loo, none, none
     )
 
-    leverage = np.empty((rank, LEVERAGE_COLUMNS))
+    combination, scaled = np.empty((rank, LEVERAGE_COLUMNS)), np.empty((rank, LEVERAGE_COLUMNS))
+    for c in range(rank):
+        for j in range(LEVERAGE_COLUMNS):
+            combination[c, j] = normal(seed, head, draw.COMBINE, c * LEVERAGE_COLUMNS + j)
+    v = vt[:rank].T.copy()
     for w in range(windows):
         best = 0
         for g in range(_CANDIDATES):
             best = g if loo[g, w] < loo[best, w] else best
-        ridge[w] = 10.0 ** (best - _CANDIDATES + 1)
+        ridge[w] = 10.0 ** (2 * (best - _CANDIDATES + 1))
         own = right_side[:, w * columns : (w + 1) * columns].copy()
         chosen = np.zeros((padded(1), rank))
         chosen[0] = gains[best]
@@ -230,10 +238,8 @@ def _fit(features, target, exact, weight, first, rank, seed, head, table, ridge,
         for c in range(rank):
             own[c, :] *= gains[best, c]
             for j in range(LEVERAGE_COLUMNS):
-                scale = math.sqrt(gains[best, c] / LEVERAGE_COLUMNS)
-                leverage[c, j] = scale * normal(seed, head, draw.COMBINE, c * LEVERAGE_COLUMNS + j)
-        v = vt[:rank].T.copy()
-        z, g_columns = _multiply(v, own), _multiply(v, leverage)
+                scaled[c, j] = math.sqrt(gains[best, c] / LEVERAGE_COLUMNS) * combination[c, j]
+        z, g_columns = _multiply(v, own), _multiply(v, scaled)
         table[w, :, :] = 0
         for c in range(rank):
             for j in range(columns):

@@ -17,7 +17,7 @@ DEFAULT_RANK = 128  # with neither rank nor tol
 RANKS = (64, 128, 256, 512)  # what the tol loop tries
 ROWS_PER_RANK = 4  # exact rows per landmark: half of them uniform, half drawn by leverage
 UNIFORM_AUDIT, WEIGHTED_AUDIT = 128, 64  # rows of a certificate
-CANDIDATES = 32768  # queries among which the leverage rows are drawn
+CANDIDATES = 8192  # queries among which the leverage rows are drawn
 WINDOWS = (0, 32, 128)  # what window="auto" chooses from
 
 # Fit and pivoting at rank R cost about as much as this many times R^3 operations of the exact kernel.

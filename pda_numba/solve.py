@@ -3,7 +3,7 @@
 Landmarks are moved towards the mean of the keys, S = mean + c (C - mean). The temperature c flattens the features
 exp(s q . S): what is left of attention without the near field is smooth, and flat features span it far better than
 those of the keys themselves. c and the window are chosen together, by the leave-one-out error of a trial fit on the
-uniform rows with the leading landmarks.
+uniform rows with the leading landmarks. The same trial fit gives the leverage by which the other rows are drawn.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 
 from . import draw, landmarks, plan
 from .apply import apply, features
-from .core import LEVERAGE_COLUMNS, fit
+from .core import LEVERAGE_COLUMNS, Fit, fit
 from .kernels.simd import lanes, padded
 from .near import near_sums
 from .project import head_bases
@@ -22,6 +22,7 @@ from .rows import rows
 
 TEMPERATURES = (1.2, 1.0, 0.8, 0.6, 0.45, 0.3)
 TRIAL_RANK = 64  # leading landmarks of the trial fits
+_WIDER = 1.1  # a wider window must lower the error by this factor: it costs time, and more landmarks help without it too
 
 
 @dataclass
@@ -103,9 +104,11 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope):
         keys, found = _choose_landmarks(problem, heads, sample, rank, int(_windows(problem, options).max()))
         centres, mean = landmarks.refine(problem, heads, keys, found, landmarks.REFINE_FACTOR * rank)
     with clock.stage("fit"):
-        pilot, tiles, window = _pilot(problem, heads, sample, options, centres, mean, found, basis, project_landmarks)
+        trial, short, tiles, window = _trial(
+            problem, heads, sample, options, centres, mean, found, basis, project_landmarks
+        )
     with clock.stage("leverage"):
-        sample = _leverage_rows(problem, heads, sample, rank, tiles, pilot, found, window, basis, results)
+        sample = _leverage_rows(problem, heads, sample, rank, tiles, trial, short, window, basis, results)
     with clock.stage("fit"):
         target = _targets(problem, heads, sample.rows, sample.out, sample.lse, window)
         columns = features(problem, heads, sample.rows, sample.lse, tiles, found, basis)
@@ -155,40 +158,34 @@ def _all_targets(problem, heads, which, exact, lse, windows):
     return np.concatenate(parts, axis=2)
 
 
-def _pilot(problem, heads, sample, options, centres, mean, found, basis, project_landmarks):
-    """Temperature and window by trial fits; the pilot fit with them, the landmarks' tiles and each head's window."""
+def _trial(problem, heads, sample, options, centres, mean, found, basis, project_landmarks):
+    """Trial fits with the leading landmarks at every temperature and window; the best one of each head.
+
+    Returns that `Fit`, its rank, the landmarks' tiles at its temperature, and its window.
+    """
     windows, count = _windows(problem, options), len(TEMPERATURES)
-    repeated = np.repeat(heads, count)
     mean = mean[:, None, None]
     shifted = mean + np.array(TEMPERATURES)[:, None, None] * (centres[:, None] - mean)
     tiles = np.ascontiguousarray(shifted.reshape(-1, *centres.shape[1:]), problem.element)
     if project_landmarks is not None:
         tiles = np.ascontiguousarray(project_landmarks(tiles, count), problem.element)
-    target = _all_targets(problem, heads, sample.uniform, sample.uniform_out, sample.uniform_lse, windows)
     which, exact, lse = sample.uniform, sample.uniform_out, sample.uniform_lse
-    ones, used = np.ones(which.shape), np.full(len(heads), which.shape[1])
+    target = _all_targets(problem, heads, which, exact, lse, windows)
+    rank = np.minimum(found, TRIAL_RANK)
+    leading = np.ascontiguousarray(tiles[:, : padded(min(TRIAL_RANK, centres.shape[1]))])
 
-    trial_rank = np.minimum(found, TRIAL_RANK)
-    short = tiles[:, : padded(min(TRIAL_RANK, centres.shape[1]))]
-    spread = [np.repeat(x, count, axis=0) for x in (which, lse, trial_rank, basis, target, exact, ones, used)]
-    which_r, lse_r, rank_r, basis_r, target_r, exact_r, ones_r, used_r = spread
-    columns = features(problem, repeated, which_r, lse_r, np.ascontiguousarray(short), rank_r, basis_r)
-    trial = fit(problem, repeated, columns, target_r, exact_r, ones_r, rank_r, used=used_r)
-    loo = trial.loo.reshape(len(heads), -1)
-    best = loo.argmin(axis=1)
-    temperature, place = best // len(windows), best % len(windows)
-    chosen = np.arange(len(heads)) * count + temperature
-    tiles = np.ascontiguousarray(tiles[chosen])
-    if (found <= TRIAL_RANK).all() and short.shape[1] == tiles.shape[1]:
-        pick = chosen, place
-        pilot = trial._replace(
-            **{name: getattr(trial, name)[pick][:, None] for name in ("table", "loo", "row_error", "row_leverage")}
-        )
-    else:
-        columns = features(problem, heads, which, lse, tiles, found, basis)
-        own = np.take_along_axis(target, place[:, None, None, None], axis=2)
-        pilot = fit(problem, heads, columns, own, exact, ones, found, used=used)
-    return pilot, tiles, windows[place]
+    heads, which, lse, basis, target, exact, ranks = (
+        np.repeat(x, count, axis=0) for x in (heads, which, lse, basis, target, exact, rank)
+    )
+    columns = features(problem, heads, which, lse, leading, ranks, basis)
+    used = np.full(len(heads), which.shape[1])
+    trial = fit(problem, heads, columns, target, exact, np.ones(which.shape), ranks, used=used)
+    judged = trial.loo * _WIDER ** np.arange(len(windows))
+    best = judged.reshape(len(rank), -1).argmin(axis=1)
+    place = best % len(windows)
+    chosen = np.arange(len(rank)) * count + best // len(windows)
+    own = Fit(*(field[chosen, place][:, None] for field in trial))
+    return own, rank, np.ascontiguousarray(tiles[chosen]), windows[place]
 
 
 def _weights(sample, n):
@@ -198,10 +195,10 @@ def _weights(sample, n):
     return np.sqrt(pi.shape[1] / (pi * n))
 
 
-def _leverage_rows(problem, heads, sample, rank, tiles, pilot, found, window, basis, results):
-    """Bring the rows drawn by the pilot fit's leverage up to half of the rank's rows."""
+def _leverage_rows(problem, heads, sample, rank, tiles, trial, short, window, basis, results):
+    """Bring the rows drawn by the trial fit's leverage up to half of the rank's rows."""
     n, _, _, values = problem.shape
-    candidates, weight, fraction = _candidates(problem, heads, tiles, pilot.table[:, 0], found, window, basis, values)
+    candidates, weight, fraction = _candidates(problem, heads, tiles, trial.table[:, 0], short, window, basis, values)
     for h in range(len(heads)):
         taken = np.zeros(n, bool)
         taken[sample.uniform[h]] = taken[sample.drawn[h]] = True
@@ -212,7 +209,7 @@ def _leverage_rows(problem, heads, sample, rank, tiles, pilot, found, window, ba
     new = np.take_along_axis(candidates, place[:, :count], axis=1)
     out, lse, _ = rows(problem, heads, new)
     count_rows(problem, heads, results, count)
-    left_out = pilot.row_leverage[:, 0]
+    left_out = trial.row_leverage[:, 0]
     own = np.minimum(1.0, scale[:, None] * np.clip(left_out / (1 + left_out), 1e-12, None)) * fraction
     sample = dataclasses.replace(sample, uniform_pi=1 - (1 - sample.uniform_pi) * (1 - own))
     return sample.extended(drawn=new, drawn_out=out, drawn_lse=lse, drawn_pi=pi[:, :count] * fraction)
@@ -223,7 +220,7 @@ def _candidates(problem, heads, tiles, table, found, window, basis, values):
     n, width = problem.shape[0], lanes(problem.element)
     panels = -(-n // width)
     used = min(panels, plan.CANDIDATES // width)
-    starts = np.broadcast_to(np.arange(panels) * width, (len(heads), panels))
+    starts = np.tile(np.arange(0, n, width), (len(heads), 1))
     if used < panels:
         starts = np.sort(draw.uniform_rows(problem, heads, used, stage=draw.PANELS, size=panels), axis=1) * width
     short = np.zeros((len(heads), table.shape[1], padded(1 + LEVERAGE_COLUMNS)), problem.element)

@@ -9,6 +9,7 @@ from command import D, E, N, assert_fails, call, left_over, run, write_arrays
 
 import pda_numba
 from pda_numba.cli import check as check_room
+from pda_numba.cli import demo as demo_room
 from pda_numba.cli import reference
 
 
@@ -113,6 +114,14 @@ def test_demo_without_matplotlib(files, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "pip install matplotlib" in result.output
     assert not (files / "pda_numba_demo.png").exists()
+
+
+def test_demo_data():
+    assert [(x.shape, x.dtype) for x in demo_room.smooth_head(100, 3)] == [((100, demo_room.DIM), np.float32)] * 3
+    for name in demo_room.SETS:
+        *arrays, scale = demo_room._load(name)
+        assert scale > 0
+        assert {x.dtype for x in arrays} == {np.dtype(np.float32)}
 
 
 def test_demo_checks_its_output_first(files):
