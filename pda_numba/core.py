@@ -32,7 +32,7 @@ _SKETCH = 8  # value columns, or random combinations of them, on which the candi
 _CANDIDATES = 9
 _WIDTH = lanes(np.float64)
 _ALONE = 1e-7  # 1 - h below this: the row is fitted by itself alone, and without it nothing is known (x_i Z = 0)
-_HUGE = 1e12  # the leverage of such a row when it is left out
+LEFT_ALONE = 1e12  # the leverage of such a row when it is left out
 # The output is clipped to the range of the values, so no row's error counts for more than this, in rms |o|: twice the
 # largest difference of two outputs of that size. A row whose normaliser is not positive counts as much.
 _LARGEST_ERROR = 2.0
@@ -163,7 +163,7 @@ def _leave_one_out(features, vt, gains, coefficients, targets, exact, weight, fi
                         loo[g, w] += w_square * square
                     if row_error.shape[0]:
                         row_error[row] = square
-                        row_leverage[row] = _HUGE if alone else leverage[g, i] * grow
+                        row_leverage[row] = LEFT_ALONE if alone else leverage[g, i] * grow
 
 
 @shared

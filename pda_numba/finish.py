@@ -7,33 +7,27 @@ import numpy as np
 
 from . import certify, landmarks, plan
 from .apply import apply
+from .core import LEFT_ALONE
 from .kernels.simd import lanes
 from .results import count_rows
 from .rows import rows
 
-# Leverage beyond which a row is flagged: this many times that of any fitted row when left out, and at least this.
-_FAR_BEYOND, _LEAST_FLAG = 4.0, 10.0
+# A row is flagged if its leverage exceeds this multiple of any fitted row's when left out, and this value; or if its
+# query lies further out than this multiple of any fitted row's, and than this multiple of the queries' mean square.
+_FAR_LEVERAGE, _LEAST_LEVERAGE = 4.0, 10.0
+_FAR_REACH, _LEAST_REACH = 2.0, 4.0
 
 
-def finish(problem, heads, worth, solved, rank, ranges, out, results):
+def finish(problem, heads, worth, solved, rank, ranges, out, results, clock):
     """Apply, mend what cannot be trusted, certify: for the active heads that are worth it."""
     which = np.flatnonzero(worth)
     heads = heads[which]
     n, _, d, e = problem.shape
     width = lanes(problem.element)
     starts = np.tile(np.arange(0, n, width), (len(which), 1))
-    leverage, norm = apply(
-        problem,
-        heads,
-        starts,
-        solved.tiles[which],
-        solved.table[which],
-        solved.found[which],
-        solved.window[which],
-        solved.basis[which],
-        (ranges.low, ranges.high),
-        out,
-    )
+    fitted = (x[which] for x in (solved.tiles, solved.table, solved.found, solved.window, solved.basis))
+    with clock.stage("apply"):
+        leverage, norm = apply(problem, heads, starts, *fitted, (ranges.low, ranges.high), out)
     leverage, norm = leverage[:, :n], norm[:, :n]
     exact = np.zeros((len(which), n), bool)
     sample = solved.sample.keep(which)
@@ -47,18 +41,30 @@ def finish(problem, heads, worth, solved, rank, ranges, out, results):
         result.rank, result.effective_rank = rank, int(solved.found[which[h]])
         result.window = max(int(solved.window[which[h]]), 0)
         result.flops += plan.apply_flops(n, d, e, rank, result.window)
-    _mend(problem, heads, solved, which, leverage, rank, exact, known, norm, out, results)
-    _certify(problem, heads, solved, which, leverage, exact, known, norm, ranges, out, results)
+    with clock.stage("mend"):
+        reach = certify.reach(problem, heads)
+        doubt = _doubt(solved, which, leverage, reach)
+        _mend(problem, heads, solved, which, doubt, leverage, rank, exact, known, norm, out, results)
+    with clock.stage("certify"):
+        _certify(problem, heads, solved, which, leverage, reach, exact, known, norm, ranges, out, results)
 
 
-def _mend(problem, heads, solved, which, leverage, rank, exact, known, norm, out, results):
-    """Rows far outside the fitted ones: exact while the budget of R rows lasts, else the softmax over the landmarks."""
+def _doubt(solved, which, leverage, reach):
+    """How far each row lies outside the fitted ones, (heads, N): above 1 the fit says nothing about it."""
+    own = solved.row_leverage[which]
+    own = np.where(own < LEFT_ALONE, own, 0.0).max(axis=1)
+    furthest = np.take_along_axis(reach, solved.sample.rows[which], axis=1).max(axis=1)
+    by_leverage = leverage / np.maximum(_FAR_LEVERAGE * own, _LEAST_LEVERAGE)[:, None]
+    return np.maximum(by_leverage, reach / np.maximum(_FAR_REACH * furthest, _LEAST_REACH)[:, None])
+
+
+def _mend(problem, heads, solved, which, doubt, leverage, rank, exact, known, norm, out, results):
+    """Doubtful rows: exact while the budget of R rows lasts; then, without a normaliser, the softmax over the landmarks."""
     for h, head in enumerate(heads):
-        limit = max(_LEAST_FLAG, _FAR_BEYOND * solved.row_leverage[which[h]].max())
-        flagged = np.flatnonzero((leverage[h] > limit) & ~exact[h])
+        flagged = np.flatnonzero((doubt[h] > 1.0) & ~exact[h])
         if not len(flagged):
             continue
-        flagged = flagged[np.argsort(-leverage[h, flagged], kind="stable")]
+        flagged = flagged[np.argsort(-doubt[h, flagged], kind="stable")]
         broken = flagged[rank:][~np.isfinite(leverage[h, flagged[rank:]])]
         budget = flagged[:rank]
         values, _, _ = rows(problem, heads[h : h + 1], budget[None])
@@ -86,9 +92,8 @@ def _landmark_softmax(problem, head, which, keys):
     return rows(small, head, which[None])[0][0]
 
 
-def _certify(problem, heads, solved, which, leverage, exact, known, norm, ranges, out, results):
+def _certify(problem, heads, solved, which, leverage, reach, exact, known, norm, ranges, out, results):
     n = problem.shape[0]
-    reach = certify.reach(problem, heads)
     edges = np.where(solved.window[which] >= 0, certify.EDGE, 0)
     audits = certify.draw_audit(problem, heads, solved.sample.uniform.shape[1], exact, leverage, reach, edges)
     count = max(max(len(a.rows) for a in audits), 1)

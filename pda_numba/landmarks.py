@@ -21,7 +21,7 @@ from .kernels.panel import TILE, multiply_keys, pack_query
 from .kernels.scalar import exp2, uniform, widen
 from .kernels.simd import lane_count, padded
 
-POOL_FACTOR = 8  # keys drawn by mass per landmark
+POOL_FACTOR, LARGEST_POOL = 8, 2048  # keys drawn by mass per landmark, and at most
 REFINE_FACTOR = 32  # keys drawn uniformly per landmark, for the Lloyd step and the keys' mean
 
 # --- bodies ---

@@ -20,8 +20,8 @@ UNIFORM_AUDIT, WEIGHTED_AUDIT = 128, 64  # rows of a certificate
 CANDIDATES = 8192  # queries among which the leverage rows are drawn
 WINDOWS = (0, 32, 128)  # what window="auto" chooses from
 
-# Fit and pivoting at rank R cost about as much as this many times R^3 operations of the exact kernel.
-_SERIAL = 2600.0
+# Pivoting and the fits of a head take as long as this many operations of the exact kernel: fixed + cubic R^3.
+_SERIAL_FIXED, _SERIAL_CUBIC = 1.5e9, 1250.0
 # The loop starts a rank only if it costs at most this share of exact attention: an attempt that fails is cheap.
 _ATTEMPT = 0.3
 
@@ -83,11 +83,15 @@ def apply_flops(n, d, e, rank, window):
     return 2.0 * n * rank * (d + e + 1 + LEVERAGE_COLUMNS) + near
 
 
+def serial_flops(rank):
+    return _SERIAL_FIXED + _SERIAL_CUBIC * rank**3
+
+
 def pda_flops(n, m, d, e, rank, window=0):
     """One head at one rank, from nothing: rows, fit, leverage, apply, certificate."""
     rows = min(n, ROWS_PER_RANK * rank + UNIFORM_AUDIT + WEIGHTED_AUDIT)
     leverage = 2.0 * min(n, CANDIDATES) * rank * (d + 1 + LEVERAGE_COLUMNS)
-    return row_flops(rows, m, d, e) + leverage + apply_flops(n, d, e, rank, window) + _SERIAL * rank**3
+    return row_flops(rows, m, d, e) + leverage + apply_flops(n, d, e, rank, window) + serial_flops(rank)
 
 
 def worth_trying(n, m, d, e, rank, spent=0.0):

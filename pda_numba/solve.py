@@ -20,7 +20,7 @@ from .project import head_bases
 from .results import count_rows
 from .rows import rows
 
-TEMPERATURES = (1.2, 1.0, 0.8, 0.6, 0.45, 0.3)
+TEMPERATURES = (1.0, 0.8, 0.6, 0.45, 0.3)  # at most 1: landmarks in the hull of the keys have exp(s q . S) <= sum_j exp(s q . k_j)
 TRIAL_RANK = 64  # leading landmarks of the trial fits
 _WIDER = 1.1  # a wider window must lower the error by this factor: it costs time, and more landmarks help without it too
 
@@ -124,7 +124,7 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope):
 
 
 def _choose_landmarks(problem, heads, sample, rank, apart):
-    count = landmarks.POOL_FACTOR * rank
+    count = min(landmarks.POOL_FACTOR * rank, max(landmarks.LARGEST_POOL, 2 * rank))
     drawn = sample.uniform, sample.uniform_lse, sample.masses
     pool, size = landmarks.draw_pool(problem, heads, *drawn, count, apart=apart)
     tiles = landmarks.gather(problem, heads, pool, size)
