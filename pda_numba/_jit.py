@@ -37,7 +37,7 @@ def cpu_kernel(function):
         with _ONE_AT_A_TIME:
             return compiled(*args)
 
-    run.dispatcher = compiled
+    run.dispatcher = compiled  # type: ignore[attr-defined]
     return run
 
 
@@ -65,16 +65,13 @@ class _CompileNotice(event.Listener):
         if self.running and not self.told and sys.stderr.isatty():
             self.told = True
             print(
-                "pda_numba: compiling its kernels for this machine; this happens once, later runs load them from the cache.",
+                "pda_numba: compiling its kernels for this machine; this happens once, "
+                "later runs load them from the cache.",
                 file=sys.stderr,
             )
 
 
+@functools.cache  # once per process
 def announce_slow_compilation():
-    """Install the notice above for this process (called on the first kernel use, not at import)."""
-    if not announce_slow_compilation.done:
-        announce_slow_compilation.done = True
-        event.register("numba:compile", _CompileNotice())
-
-
-announce_slow_compilation.done = False
+    """Install the notice above (called on the first kernel use, not at import)."""
+    event.register("numba:compile", _CompileNotice())

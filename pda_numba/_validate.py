@@ -123,7 +123,9 @@ def shapes(q, k, v):
     if k[:-2] != v[:-2]:
         raise ValueError(f"k and v must have the same leading axes, got shapes {k} and {v}")
     if k[-2] == 0:
-        raise ValueError(f"k and v must hold at least one key, got shapes {k} and {v}: softmax over no keys is undefined")
+        raise ValueError(
+            f"k and v must hold at least one key, got shapes {k} and {v}: softmax over no keys is undefined"
+        )
     if len(q) == 2:
         return ()
     if k[-3] == 0 or q[-3] % k[-3]:
@@ -168,10 +170,11 @@ def build_problem(q, k, v, scale, seed):
     lead = shapes(q.shape, k.shape, v.shape)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else positive("scale", scale)
     seed = whole("seed", seed, 0, 2**63 - 1, high_name="2**63 - 1")
-    element = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    dtype = q.dtype
+    element = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     query_head, key_head = _head_maps(q.shape[:-2], k.shape[:-2], lead)
-    flat = [_writable_alias(bits(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])) for x in (q, k, v)]
-    return Problem(*flat, query_head, key_head, element, scale, seed), lead, q.dtype
+    q, k, v = (_writable_alias(bits(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])) for x in (q, k, v))
+    return Problem(q, k, v, query_head, key_head, element, scale, seed), lead, dtype
 
 
 def _head_maps(q_lead, k_lead, lead):
@@ -201,7 +204,7 @@ def check_out(out, shape, dtype, **inputs):
 
 def _shares_memory(a, b):
     try:
-        return np.shares_memory(a, b, max_work=100_000)
+        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True  # too tangled to tell: treated as overlapping
 
@@ -255,7 +258,7 @@ def scan(problem, *, check_finite):
             place = _where(x, finite)
             raise ValueError(f"{name} must be finite, got NaN or infinity{place}; check_finite=False skips this test")
         longest[name] = np.sqrt(square.max(axis=1, initial=0), dtype=np.float64)
-    # A logit of size s |q| |k|, summed in D steps, is off by about sqrt(D) eps times its size; the output by twice that.
+    # A logit of size s |q| |k|, summed in D steps, is off by sqrt(D) eps times its size or so, the output by twice that.
     logits = problem.scale * longest["q"][problem.query_head] * longest["k"][problem.key_head]
     epsilon = float(np.finfo(problem.element).eps)
     rounding = epsilon * (2.0 + math.sqrt(problem.q.shape[2]) * logits)

@@ -19,8 +19,9 @@ _HOPE = 2.0
 # The error is taken to fall by at least this factor (log2) per doubling of the rank when the next rank is judged.
 _LEAST_SLOPE, _SLACK = 0.3, 1.0
 
+
 def low_rank(problem, heads, options, ranks, ranges, out, clock):
-    """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each, with method "exact" where that is left to do."""
+    """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each ("exact" where that is left to do)."""
     results = {h: HeadResult() for h in heads}
     fixed = options.tol is None or options.rank is not None
     active, sample, previous = np.asarray(heads), None, None
@@ -63,5 +64,3 @@ def _may_reach(loo, slope, tol, growth):
     if tol is None:
         return np.ones(len(loo), bool)
     return np.log2(np.maximum(loo, 1e-300) / tol) <= np.log2(growth) * np.maximum(1.5 * slope, _LEAST_SLOPE) + _SLACK
-
-

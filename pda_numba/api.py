@@ -190,7 +190,7 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
     Estimate and limit are those of `attention`'s own certificate (see `pda_numba.certify`), without what only the fit
     knows: where errors sit in very few rows, the limit can be too low.
     """
-    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed)
+    problem, lead, _ = _validate.build_problem(q, k, v, scale, seed)
     n_rows = _validate.whole("n_rows", n_rows, 1)
     _validate.flag("check_finite", check_finite)
     resolve_device(device)

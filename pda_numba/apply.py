@@ -21,7 +21,7 @@ from .kernels.simd import lane_count, lanes, padded
 
 @shared
 def _mask_band(scores, row, key, window, keys):
-    """Minus infinity outside |i - j| <= window, for queries row, row + 1, ... in the lanes and keys key, ... in the rows."""
+    """Minus infinity outside |i - j| <= window; queries row, row + 1, ... in the lanes, keys key, ... in the rows."""
     outside = -scores.dtype.type(np.inf)
     for j in range(keys):
         for x in range(lane_count(scores)):
@@ -59,11 +59,14 @@ def _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums):
 
 
 @shared
-def _apply_range(q, k, v, starts, factor, basis, landmarks, table, rank, window, values, low, high, out, leverage, norm):
+def _apply_range(
+    q, k, v, starts, factor, basis, landmarks, table, rank, window, values, low, high, out, leverage, norm
+):
     """Some panels of one head; `leverage` and `norm` have lane_count entries for each of them."""
     element, width = table.dtype, lane_count(table)
     queries = np.zeros((q.shape[1], width), element)
-    projected = np.zeros((padded(basis.shape[0]), width), element)
+    coordinates = landmarks.shape[1] if basis.shape[0] else 0
+    projected = np.zeros((basis.shape[0], width), element)
     near_rows = TILE if window >= 0 else 0
     key_tile = np.empty((near_rows, q.shape[1]), element)
     value_tile = np.empty((near_rows, padded(v.shape[1])), element)
@@ -77,12 +80,10 @@ def _apply_range(q, k, v, starts, factor, basis, landmarks, table, rank, window,
         for x in range(count):
             pack_query(queries, x, q, row + x, factor)
         if window >= 0:
-            _near_field(
-                k, v, row, count, window, values, queries, key_tile, value_tile, scores, top, peak, total, sums
-            )
+            _near_field(k, v, row, count, window, values, queries, key_tile, value_tile, scores, top, peak, total, sums)
         if basis.shape[0]:
-            multiply_keys(projected, basis, queries, basis.shape[0])
-            _far_field(landmarks, table, rank, projected[: basis.shape[0]], scores, top, peak, total, sums)
+            multiply_keys(projected, basis, queries, coordinates)
+            _far_field(landmarks, table, rank, projected[:coordinates], scores, top, peak, total, sums)
         else:
             _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums)
         for x in range(count):
@@ -111,14 +112,15 @@ def _features_cpu(q, k, v, query_head, key_head, which, factor, basis, landmarks
     for item in prange(heads * blocks):
         h, first = item // blocks, item % blocks * width
         queries = np.zeros((q.shape[2], width), out.dtype)
-        projected = np.zeros((padded(basis.shape[1]), width), out.dtype)
+        coordinates = landmarks.shape[2]
+        projected = np.zeros((basis.shape[1], width), out.dtype)
         scores = np.empty((landmarks.shape[1], width), out.dtype)
         used = min(width, count - first)
         for x in range(used):
             pack_query(queries, x, q[query_head[h]], which[h, first + x], factor)
         if basis.shape[1]:
-            multiply_keys(projected, basis[h], queries, basis.shape[1])
-            multiply_keys(scores, landmarks[h], projected[: basis.shape[1]], rank[h])
+            multiply_keys(projected, basis[h], queries, coordinates)
+            multiply_keys(scores, landmarks[h], projected[:coordinates], rank[h])
         else:
             multiply_keys(scores, landmarks[h], queries, rank[h])
         for j in range(rank[h]):
@@ -128,7 +130,25 @@ def _features_cpu(q, k, v, query_head, key_head, which, factor, basis, landmarks
 
 @cpu_kernel
 def _apply_cpu(
-    q, k, v, query_head, key_head, place, starts, factor, basis, landmarks, table, rank, window, values, low, high, out, leverage, norm
+    q,
+    k,
+    v,
+    query_head,
+    key_head,
+    place,
+    starts,
+    factor,
+    basis,
+    landmarks,
+    table,
+    rank,
+    window,
+    values,
+    low,
+    high,
+    out,
+    leverage,
+    norm,
 ):
     heads, panels = starts.shape
     width = lane_count(table)
@@ -169,9 +189,9 @@ def features(problem, heads, which, lse, landmarks, rank, basis):
 def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds, out=None):
     """Low rank plus near field for the panels of queries that begin at `starts (heads, panels)`.
 
-    Fills `out (all heads, N, E)` at `heads` if given; returns each row's leverage and |out_i|^2 (heads, panels * lanes), the leverage
-    infinite where the normaliser is not positive. `window (heads,)` is -1 where a head has no near field. Without `out`, `table` holds
-    only the columns from the normaliser's on.
+    Fills `out (all heads, N, E)` at `heads` if given; returns each row's leverage and |out_i|^2, both
+    (heads, panels * lanes), the leverage infinite where the normaliser is not positive. `window (heads,)` is -1 where a
+    head has no near field. Without `out`, `table` holds only the columns from the normaliser's on.
     """
     width = lanes(problem.element)
     values = 0 if out is None else out.shape[2]
@@ -182,6 +202,20 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
     else:
         place, (low, high) = np.asarray(heads), bounds
     _apply_cpu(
-        *problem.arrays(heads), place, starts, problem.factor, basis, landmarks, table, rank, window, values, low, high, out, leverage, norm
+        *problem.arrays(heads),
+        place,
+        starts,
+        problem.factor,
+        basis,
+        landmarks,
+        table,
+        rank,
+        window,
+        values,
+        low,
+        high,
+        out,
+        leverage,
+        norm,
     )
     return leverage, norm

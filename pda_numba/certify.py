@@ -27,43 +27,34 @@ from . import draw
 from ._jit import cpu_kernel, shared
 from .kernels.panel import multiply_keys, pack_query
 from .kernels.scalar import normal, widen
-from .kernels.simd import lane_count, lanes, padded
-from .kernels.small_qr import triangularise
+from .kernels.simd import lane_count, padded
+from .kernels.small_qr import moment_root, solve_upper
 
 UNIFORM, LEVERAGE, REACH = 128, 48, 16  # rows of the three designs
 EDGE = 4  # with a near field, the first and last rows have a band of another shape: always drawn
 _Z95 = 1.6448536269514722
-_MOMENT_ROWS = 512  # queries from which their second moment is taken
+_MOMENT_ROWS, _MOMENT_RIDGE = 512, 1e-3  # queries from which their second moment is taken, and its relative ridge
 _REACH_COLUMNS = 16  # the reach is estimated from this many random combinations
 _LARGEST_WEIGHT = 1e12
-_WIDTH = lanes(np.float64)
 
 # --- bodies ---
 
 
 @shared
-def _whitener(q, which, seed, head, out):
-    """out (columns, D): random combinations of C^-1/2, from the QR of some queries and a small ridge."""
+def _whitener(q, which, seed, head):
+    """(D, columns): random combinations of C^-1/2, C being the second moment of the queries `which`."""
     n, dim = which.shape[0], q.shape[1]
-    width = _WIDTH
-    joint = np.zeros(((dim + width - 1) // width, padded(n + dim), width))
-    trace = 0.0
+    sample = np.empty((n, dim))
     for i in range(n):
         for d in range(dim):
-            value = float(widen(q[which[i], d]))
-            joint[d // width, i, d % width] = value
-            trace += value * value
-    ridge = math.sqrt(1e-3 * trace / dim) if trace > 0 else 1.0
-    for d in range(dim):
-        joint[d // width, n + d, d % width] = ridge
-    triangularise(joint, dim)
+            sample[i, d] = widen(q[which[i], d])
+    out = np.empty((dim, _REACH_COLUMNS))
     scale = math.sqrt(n / (dim * _REACH_COLUMNS))
-    for c in range(_REACH_COLUMNS):  # back substitution: R w = normal
-        for i in range(dim - 1, -1, -1):
-            value = normal(seed, head, draw.REACH, c * dim + i) * scale
-            for j in range(i + 1, dim):
-                value -= joint[j // width, i, j % width] * out[c, j]
-            out[c, i] = value / joint[i // width, i, i % width]
+    for d in range(dim):
+        for c in range(_REACH_COLUMNS):
+            out[d, c] = scale * normal(seed, head, draw.REACH, d * _REACH_COLUMNS + c)
+    solve_upper(moment_root(sample, _MOMENT_RIDGE), out)
+    return out
 
 
 # --- CPU driver ---
@@ -75,11 +66,10 @@ def _reach_cpu(q, query_head, which, seed, whitener, reach):
     width = lane_count(reach)
     blocks = (n + width - 1) // width
     for h in prange(heads):
-        work = np.zeros((_REACH_COLUMNS, q.shape[2]))
-        _whitener(q[query_head[h]], which[h], seed, query_head[h], work)
+        combinations = _whitener(q[query_head[h]], which[h], seed, query_head[h])
         for c in range(_REACH_COLUMNS):
             for d in range(q.shape[2]):
-                whitener[h, c, d] = work[c, d]
+                whitener[h, c, d] = combinations[d, c]
     one = reach.dtype.type(1)
     for item in prange(heads * blocks):
         h, first = item // blocks, item % blocks * width

@@ -203,9 +203,7 @@ def _fit(features, target, exact, weight, first, rank, seed, head, table, ridge,
     loo = np.empty((_CANDIDATES, windows))
     coefficients = _scaled_coefficients(sketched_right, gains, _CANDIDATES)
     none = np.empty(0)
-    _leave_one_out(
-        features, vt, gains, coefficients, sketched_target, sketched_exact, weight, first, loo, none, none
-    )
+    _leave_one_out(features, vt, gains, coefficients, sketched_target, sketched_exact, weight, first, loo, none, none)
 
     combination, scaled = np.empty((rank, LEVERAGE_COLUMNS)), np.empty((rank, LEVERAGE_COLUMNS))
     for c in range(rank):
@@ -252,7 +250,23 @@ def _fit(features, target, exact, weight, first, rank, seed, head, table, ridge,
 
 
 @cpu_kernel
-def _fit_cpu(query_head, features, target, exact, weight, first, rank, used, seed, table, ridge, error, scale, row_error, row_leverage):
+def _fit_cpu(
+    query_head,
+    features,
+    target,
+    exact,
+    weight,
+    first,
+    rank,
+    used,
+    seed,
+    table,
+    ridge,
+    error,
+    scale,
+    row_error,
+    row_leverage,
+):
     for h in prange(rank.shape[0]):
         n = used[h]
         _fit(

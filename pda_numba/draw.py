@@ -13,7 +13,20 @@ from .kernels.scalar import permuted, uniform
 
 # Streams of random numbers; each stage has its own, so that no draw tells anything about another. A permutation uses
 # four in a row (one per round of its network).
-ROWS, LEVERAGE, POOL, PIVOT, SKETCH, COMBINE, PROJECTION, AUDIT, REACH, JUDGE, PANELS, REFINE = 0, 16, 17, 18, 19, 20, 24, 32, 36, 40, 48, 52
+ROWS, LEVERAGE, POOL, PIVOT, SKETCH, COMBINE, PROJECTION, AUDIT, REACH, JUDGE, PANELS, REFINE = (
+    0,
+    16,
+    17,
+    18,
+    19,
+    20,
+    24,
+    32,
+    36,
+    40,
+    48,
+    52,
+)
 
 # --- bodies ---
 
@@ -83,7 +96,9 @@ def _systematic_cpu(query_head, seed, stage, weight, count, chosen, probability,
 def uniform_rows(problem, heads, count, *, first=0, stage=ROWS, size=None):
     """Indices (heads, count), distinct within a head and distinct from those of any other range of `first`."""
     chosen = np.empty((len(heads), count), np.int64)
-    _uniform_cpu(problem.query_head[heads], problem.q.shape[1] if size is None else size, problem.seed, stage, first, chosen)
+    _uniform_cpu(
+        problem.query_head[heads], problem.q.shape[1] if size is None else size, problem.seed, stage, first, chosen
+    )
     return chosen
 
 

@@ -25,9 +25,12 @@ def finish(problem, heads, worth, solved, rank, ranges, out, results, clock):
     n, _, d, e = problem.shape
     width = lanes(problem.element)
     starts = np.tile(np.arange(0, n, width), (len(which), 1))
-    fitted = (x[which] for x in (solved.tiles, solved.table, solved.found, solved.window, solved.basis))
+    tiles, table, found, window, basis = (
+        x[which] for x in (solved.tiles, solved.table, solved.found, solved.window, solved.basis)
+    )
     with clock.stage("apply"):
-        leverage, norm = apply(problem, heads, starts, *fitted, (ranges.low, ranges.high), out)
+        bounds = ranges.low, ranges.high
+        leverage, norm = apply(problem, heads, starts, tiles, table, found, window, basis, bounds, out)
     leverage, norm = leverage[:, :n], norm[:, :n]
     exact = np.zeros((len(which), n), bool)
     sample = solved.sample.keep(which)
@@ -38,8 +41,8 @@ def finish(problem, heads, worth, solved, rank, ranges, out, results, clock):
         exact[h, index] = True
         known[h] = np.square(values, dtype=np.float64).sum()
         result = results[head]
-        result.rank, result.effective_rank = rank, int(solved.found[which[h]])
-        result.window = max(int(solved.window[which[h]]), 0)
+        result.rank, result.effective_rank = rank, int(found[h])
+        result.window = max(int(window[h]), 0)
         result.flops += plan.apply_flops(n, d, e, rank, result.window)
     with clock.stage("mend"):
         reach = certify.reach(problem, heads)
@@ -59,7 +62,7 @@ def _doubt(solved, which, leverage, reach):
 
 
 def _mend(problem, heads, solved, which, doubt, leverage, rank, exact, known, norm, out, results):
-    """Doubtful rows: exact while the budget of R rows lasts; then, without a normaliser, the softmax over the landmarks."""
+    """Doubtful rows: exact while the budget of R rows lasts, past it softmax over the landmarks if without normaliser."""
     for h, head in enumerate(heads):
         flagged = np.flatnonzero((doubt[h] > 1.0) & ~exact[h])
         if not len(flagged):

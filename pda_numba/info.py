@@ -136,7 +136,9 @@ def _table(shape, columns):
     names = ["head"] + [name for name, _, _ in columns]
     lines = [[" ".join(map(str, h)) or "-"] + [format(values[h], form) for _, values, form in columns] for h in heads]
     widths = [max(len(row[c]) for row in [names, *lines]) for c in range(len(names))]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [names, *lines])
+    return "\n".join(
+        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [names, *lines]
+    )
 
 
 class Clock:

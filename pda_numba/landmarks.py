@@ -251,7 +251,7 @@ def choose(problem, heads, columns, pool, size, count):
 
 
 def refine(problem, heads, keys, found, count):
-    """The landmarks after one Lloyd step on at most `count` uniform keys, (heads, R padded, D), and the keys' mean (heads, D)."""
+    """The landmarks after one Lloyd step on `count` uniform keys, (heads, R padded, D); the keys' mean (heads, D)."""
     tiles = gather(problem, heads, keys, found)
     sample = min(count, problem.shape[1])
     which = draw.uniform_rows(problem, heads, sample, stage=draw.REFINE, size=problem.shape[1])

@@ -53,7 +53,16 @@ def _near_sums_cpu(q, k, v, query_head, key_head, which, lse, factor, windows, o
         query = np.empty(q.shape[2], lse.dtype)
         total = np.empty(v.shape[2] + 1, lse.dtype)
         _near_sums(
-            q[query_head[h]], k[key_head[h]], v[key_head[h]], which[h, i], lse[h, i], factor, windows, query, total, out[h, i]
+            q[query_head[h]],
+            k[key_head[h]],
+            v[key_head[h]],
+            which[h, i],
+            lse[h, i],
+            factor,
+            windows,
+            query,
+            total,
+            out[h, i],
         )
 
 

@@ -124,7 +124,9 @@ def exact_workspace(d, e):
     return 8 * (TILE * (d + e) + 8 * 64 * (d + e + 2 * TILE))
 
 
-def plan(q_shape, k_shape, v_shape, dtype="float32", *, rank=None, tol=1e-2, window="auto", proj_dim=None, method="auto"):
+def plan(
+    q_shape, k_shape, v_shape, dtype="float32", *, rank=None, tol=1e-2, window="auto", proj_dim=None, method="auto"
+):
     """What `attention` would do for arrays of these shapes, without running it.
 
     Parameters
@@ -171,18 +173,24 @@ def decide(n, m, d, e, options):
     if options.method == "exact":
         return "exact", (), "asked for"
     if options.rank is not None or options.method == "pda":
-        ranks = (options.rank,) if options.rank is not None else ()
-        if not ranks:
-            ranks = (DEFAULT_RANK,) if options.tol is None else RANKS
-        ranks = tuple(min(r, m) for r in ranks if r == ranks[0] or (r < m and 2 * ROWS_PER_RANK * r <= n))
+        ranks = _asked_ranks(n, m, options)
         if ROWS_PER_RANK * ranks[0] + UNIFORM_AUDIT + WEIGHTED_AUDIT >= n:
             return "exact", (), f"rank {ranks[0]} would compute all {n:,} rows exactly"
-        if options.method == "auto" and pda_flops(n, m, d, e, ranks[0]) >= exact_flops(n, m, d, e):
+        if options.method == "auto" and exact_flops(n, m, d, e) <= pda_flops(n, m, d, e, ranks[0]):
             return "exact", (), f"exact is cheaper than rank {ranks[0]}"
         return "pda", ranks, "asked for"
     if options.tol is None:
-        if worth_trying(n, m, d, e, DEFAULT_RANK) and DEFAULT_RANK <= m:
+        if worth_trying(n, m, d, e, DEFAULT_RANK) and m >= DEFAULT_RANK:
             return "pda", (DEFAULT_RANK,), "cheaper than exact"
         return "exact", (), "exact is cheaper"
     ranks = ranks_to_try(n, m, d, e)
     return ("pda", ranks, "low rank may be cheaper") if ranks else ("exact", (), "exact is cheaper")
+
+
+def _asked_ranks(n, m, options):
+    """The ranks of a caller who asked for one, or for low rank whatever it costs."""
+    if options.rank is not None:
+        return (min(options.rank, m),)
+    if options.tol is None:
+        return (min(DEFAULT_RANK, m),)
+    return tuple(r for r in RANKS if r < m and 2 * ROWS_PER_RANK * r <= n) or (min(RANKS[0], m),)

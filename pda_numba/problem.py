@@ -9,7 +9,8 @@ from .kernels.scalar import LOG2_E
 
 @dataclass(frozen=True)
 class Problem:
-    """`q (Hq, N, D)`, `k (Hk, M, D)`, `v (Hk, M, E)`; head h reads the queries of `query_head[h]`, the keys of `key_head[h]`.
+    """`q (Hq, N, D)`, `k (Hk, M, D)`, `v (Hk, M, E)`; head h reads the queries of
+    `query_head[h]` and the keys of `key_head[h]`.
 
     16-bit floats are seen as integers of the same width (`kernels.scalar.widen`); `element` is the dtype of the
     arithmetic, `factor` the logits' scale in units of log 2.

@@ -15,6 +15,7 @@ rows. With C_Q = R_Q^T R_Q, C_K = R_K^T R_K the two second moments and R_Q R_K^T
 """
 
 import dataclasses
+import math
 
 import numpy as np
 from numba import prange
@@ -23,8 +24,12 @@ from scipy import linalg
 from . import _validate, draw
 from ._jit import cpu_kernel, shared
 from .kernels.scalar import hash64, permuted, widen
+from .kernels.simd import padded
+from .kernels.small_qr import moment_root, solve_upper
+from .kernels.small_svd import orthogonalise_rows
 
 SAMPLE = 4096  # rows of each side from which the "pca" pair is computed
+_RIDGE = 1e-12  # relative ridge on the two second moments: directions without data stay finite
 RANDOM_KINDS = ("srht", "gaussian", "orthogonal")
 
 # --- bodies ---
@@ -49,7 +54,31 @@ def _coordinates(size, count, seed, kept):
         kept[c] = permuted(c, size, seed, 0, draw.PROJECTION)
 
 
-# --- CPU driver ---
+@shared
+def _balance(q, k, p_q, p_k):
+    """The pair of one head, by the formulas above; singular values in falling order."""
+    dim, count = p_q.shape
+    root_q, root_k = moment_root(q, _RIDGE), moment_root(k, _RIDGE)
+    joint = np.zeros((dim, 2 * dim))  # [R_Q R_K^T, I], to be rotated to [S W^T, U^T]
+    for i in range(dim):
+        joint[i, dim + i] = 1.0
+        for j in range(dim):
+            for c in range(max(i, j), dim):
+                joint[i, j] += root_q[i, c] * root_k[j, c]
+    squares = np.empty(dim)
+    orthogonalise_rows(joint, dim, squares)
+    order = np.argsort(-squares)
+    for c in range(count):
+        row = order[c]
+        singular = math.sqrt(squares[row])
+        for d in range(dim):
+            p_q[d, c] = joint[row, dim + d] * math.sqrt(singular)
+            p_k[d, c] = joint[row, d] / math.sqrt(singular) if singular > 0 else 0.0
+    solve_upper(root_q, p_q)
+    solve_upper(root_k, p_k)
+
+
+# --- CPU drivers ---
 
 
 @cpu_kernel
@@ -71,6 +100,12 @@ def _srht_cpu(x, size, seed, out):
             _hadamard(buffer)
             for c in range(count):
                 out[i, c] = buffer[kept[c]] * factor
+
+
+@cpu_kernel
+def _balance_cpu(q, k, p_q, p_k):
+    for h in prange(q.shape[0]):
+        _balance(q[h], k[h], p_q[h], p_k[h])
 
 
 # --- stage ---
@@ -95,33 +130,28 @@ def random_matrix(dim, count, kind, seed, dtype):
     return (q * np.sign(np.diag(r)) * np.sqrt(dim / count)).astype(dtype)
 
 
-def balanced_pair(q, k, count):
-    """(P_Q, P_K, mean of k) from rows q (n, D) and k (n, D) in float64."""
+def balanced_pair(problem, head, count):
+    """(P_Q, P_K, mean of k) of one head, from a sample of its rows, in float64."""
+    q, k = sample(problem, head)
     mean = k.mean(axis=0)
-    root_q, root_k = (linalg.qr(x, mode="r")[0][: x.shape[1]] for x in (q, k - mean))
-    u, s, wt = linalg.svd(root_q @ root_k.T, full_matrices=False)
-    half = np.sqrt(s[:count])
-    return _solve(root_q, u[:, :count] * half), _solve(root_k, wt[:count].T * half), mean
-
-
-def _solve(root, right):
-    """root^-1 right; directions without data (a singular root) get nothing."""
-    return linalg.lstsq(root, right, cond=1e-10)[0]
+    p_q, p_k = (np.empty((q.shape[1], count)) for _ in range(2))
+    _balance_cpu(q[None], (k - mean)[None], p_q[None], p_k[None])
+    return p_q, p_k, mean
 
 
 def head_bases(problem, heads, proj_dim, kind):
-    """What the apply pass needs of a projection: `basis (heads, m', D)`, and a function that projects landmarks, of which
-    each head has `repeats` sets in a row.
+    """What the apply pass needs of a projection: `basis (heads, m' padded, D)`, and a function that projects landmarks.
+
+    Each head has `repeats` sets of landmarks in a row.
 
     For "pca" there is one more coordinate, q . mean(k): the projected logits keep the true ones' common shift.
     """
     dim = problem.q.shape[2]
     if kind != "pca":
         p = random_matrix(dim, proj_dim, kind, problem.seed, problem.element)
-        basis = np.ascontiguousarray(np.broadcast_to(p.T, (len(heads), proj_dim, dim)))
-        return basis, lambda landmarks, repeats: landmarks @ p
-    pairs = [balanced_pair(*sample(problem, h), proj_dim) for h in heads]
-    basis = np.stack([np.vstack([p_q.T, mean[None]]) for p_q, _, mean in pairs]).astype(problem.element)
+        return _stacked([p.T] * len(heads), problem.element), lambda landmarks, repeats: landmarks @ p
+    pairs = [balanced_pair(problem, h, proj_dim) for h in heads]
+    basis = _stacked([np.vstack([p_q.T, mean[None]]) for p_q, _, mean in pairs], problem.element)
 
     def project_landmarks(landmarks, repeats):
         out = np.ones((*landmarks.shape[:2], proj_dim + 1), problem.element)
@@ -133,13 +163,21 @@ def head_bases(problem, heads, proj_dim, kind):
     return basis, project_landmarks
 
 
+def _stacked(bases, element):
+    """As the panel bodies read them: contiguous, padded to whole register blocks."""
+    rows, dim = bases[0].shape
+    out = np.zeros((len(bases), padded(rows), dim), element)
+    out[:, :rows] = bases
+    return out
+
+
 def projected_problem(problem, heads, proj_dim, kind):
     """The problem of calibrate=False: q P_Q and k P_K of these heads in place of q and k, the scale as it was."""
     queries, keys = [], []
     for head in heads:
         q, k = (as_element(x[place], np.float64) for x, place in _sides(problem, head))
         if kind == "pca":
-            p_q, p_k, mean = balanced_pair(*sample(problem, head), proj_dim)
+            p_q, p_k, mean = balanced_pair(problem, head, proj_dim)
             k = k - mean  # a shift of all logits of a row, which softmax does not see
         else:
             p_q = p_k = random_matrix(problem.q.shape[2], proj_dim, kind, problem.seed, np.float64)
@@ -266,7 +304,7 @@ def projection_pair(q, k, proj_dim, *, seed=0):
     """
     problem, lead, _ = _validate.build_problem(q, k, k, None, seed)
     proj_dim = _check(problem.q.shape[2], proj_dim, "srht", seed)[0]
-    pairs = [balanced_pair(*sample(problem, h), proj_dim) for h in range(len(problem.query_head))]
+    pairs = [balanced_pair(problem, h, proj_dim) for h in range(len(problem.query_head))]
     return tuple(np.stack([pair[side] for pair in pairs]).reshape(*lead, -1, proj_dim) for side in range(2))
 
 

@@ -20,9 +20,17 @@ from .project import head_bases
 from .results import count_rows
 from .rows import rows
 
-TEMPERATURES = (1.0, 0.8, 0.6, 0.45, 0.3)  # at most 1: landmarks in the hull of the keys have exp(s q . S) <= sum_j exp(s q . k_j)
+TEMPERATURES = (
+    1.0,
+    0.8,
+    0.6,
+    0.45,
+    0.3,
+)  # at most 1: landmarks in the hull of the keys have exp(s q . S) <= sum_j exp(s q . k_j)
 TRIAL_RANK = 64  # leading landmarks of the trial fits
-_WIDER = 1.1  # a wider window must lower the error by this factor: it costs time, and more landmarks help without it too
+_WIDER = (
+    1.1  # a wider window must lower the error by this factor: it costs time, and more landmarks help without it too
+)
 
 
 @dataclass
@@ -216,7 +224,7 @@ def _leverage_rows(problem, heads, sample, rank, tiles, trial, short, window, ba
 
 
 def _candidates(problem, heads, tiles, table, found, window, basis, values):
-    """Queries among which the leverage rows are drawn, their leverage, and the fraction of all queries that they are."""
+    """Queries among which the leverage rows are drawn, their leverage, and what fraction of all queries they are."""
     n, width = problem.shape[0], lanes(problem.element)
     panels = -(-n // width)
     used = min(panels, plan.CANDIDATES // width)

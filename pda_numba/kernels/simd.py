@@ -8,10 +8,13 @@ multiply-adds. Left to itself the compiler keeps the accumulators in memory, whi
 The two strides of `a` make one routine serve both products of attention, q . k and weights . v, without a transpose.
 """
 
+from typing import Any
+
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from .._jit import shared
@@ -48,8 +51,10 @@ def padded(rows):
 
 
 @intrinsic
-def multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
+def _multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
     """One ROWS x 2-vector block of the product above. `b` and `c` are C-contiguous panels, `a` is C-contiguous."""
+    if not a.layout == b.layout == c.layout == "C":
+        raise TypingError("multiply_block reads its operands through bare pointers: they must be C-contiguous")
     element, name, size = (ir.FloatType(), "f32", 4) if c.dtype == types.float32 else (ir.DoubleType(), "f64", 8)
     width = VECTOR_BYTES // size
     vector = ir.VectorType(element, width)
@@ -112,3 +117,6 @@ def multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, de
     integers = (types.intp,)
     signature = types.void(c, *integers, a, *integers * 3, b, *integers, types.boolean)
     return signature, codegen
+
+
+multiply_block: Any = _multiply_block  # callable from compiled code only, without the typing context

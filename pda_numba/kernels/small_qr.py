@@ -9,8 +9,9 @@ import math
 import numpy as np
 
 from .._jit import shared
-from .simd import ROW_PADDING, ROWS, multiply_block
+from .simd import ROW_PADDING, ROWS, lanes, multiply_block, padded
 
+_WIDTH = lanes(np.float64)
 BLOCK = ROW_PADDING  # reflections applied together; divides the lanes and the rows' padding
 
 
@@ -87,3 +88,39 @@ def _factor_block(panel, start, lane, size, u, t):
             for l in range(j, c):
                 total += t[j, l] * dots[l]
             t[j, c] = -tau * total
+
+
+@shared
+def moment_root(x, ridge):
+    """Upper triangular R (D, D), R^T R = x^T x + ridge tr(x^T x)/D I, from the QR of x (n, D) above a small diagonal.
+
+    The ridge makes R invertible whatever the rows are; rows that are all zero get the identity.
+    """
+    n, dim = x.shape
+    joint = np.zeros(((dim + _WIDTH - 1) // _WIDTH, padded(n + dim), _WIDTH))
+    trace = 0.0
+    for i in range(n):
+        for d in range(dim):
+            joint[d // _WIDTH, i, d % _WIDTH] = x[i, d]
+            trace += x[i, d] * x[i, d]
+    diagonal = math.sqrt(ridge * trace / dim) if trace > 0 else 1.0
+    for d in range(dim):
+        joint[d // _WIDTH, n + d, d % _WIDTH] = diagonal
+    triangularise(joint, dim)
+    root = np.empty((dim, dim))
+    for i in range(dim):
+        for d in range(dim):
+            root[i, d] = joint[d // _WIDTH, i, d % _WIDTH] if i <= d else 0.0
+    return root
+
+
+@shared
+def solve_upper(root, right):
+    """right (D, m) to root^-1 right, in place, by back substitution."""
+    dim = root.shape[0]
+    for i in range(dim - 1, -1, -1):
+        for j in range(i + 1, dim):
+            for c in range(right.shape[1]):
+                right[i, c] -= root[i, j] * right[j, c]
+        for c in range(right.shape[1]):
+            right[i, c] /= root[i, i]

@@ -16,9 +16,10 @@ _SWEEPS = 30
 def orthogonalise_rows(a, columns, squares):
     """Rotate the rows of `a (r, columns + more)` until their first `columns` entries are orthogonal.
 
-    With a = [R, Y] and R = U diag(sigma) V^T the result is [diag(sigma) V^T, U^T Y]; `squares` gets sigma^2, not sorted.
+    With a = [R, Y] and R = U diag(sigma) V^T the result is [diag(sigma) V^T, U^T Y]; `squares` gets sigma^2, not
+    sorted.
     """
-    for sweep in range(_SWEEPS):
+    for _ in range(_SWEEPS):
         largest = 0.0
         for p in range(a.shape[0]):  # afresh in every sweep: the updated norms drift
             squares[p] = _dot(a, p, p, columns)
