@@ -128,7 +128,7 @@ def shapes(q, k, v):
         )
     if len(q) == 2:
         return ()
-    if k[-3] == 0 or q[-3] % k[-3]:
+    if q[-3] % k[-3] if k[-3] else q[-3]:
         raise ValueError(
             f"the number of query heads must be a multiple of the number of key heads (axis -3), got {q[-3]} and "
             f"{k[-3]} from shapes {q} and {k}"
@@ -181,7 +181,7 @@ def _head_maps(q_lead, k_lead, lead):
     """For every output head, its place among the flattened heads of q and of k (broadcasting and grouped queries)."""
     if not lead:
         return np.zeros(1, np.int64), np.zeros(1, np.int64)
-    group = lead[-1] // k_lead[-1]
+    group = lead[-1] // max(k_lead[-1], 1)
     q_index = np.arange(math.prod(q_lead)).reshape(q_lead)
     k_index = np.repeat(np.arange(math.prod(k_lead)).reshape(k_lead), group, axis=-1)
     return (np.ascontiguousarray(np.broadcast_to(x, lead)).reshape(-1) for x in (q_index, k_index))
@@ -258,7 +258,7 @@ def scan(problem, *, check_finite):
             place = _where(x, finite)
             raise ValueError(f"{name} must be finite, got NaN or infinity{place}; check_finite=False skips this test")
         longest[name] = np.sqrt(square.max(axis=1, initial=0), dtype=np.float64)
-    # A logit of size s |q| |k|, summed in D steps, is off by sqrt(D) eps times its size or so, the output by twice that.
+    # A logit of size s |q| |k|, summed in D steps, is off by sqrt(D) eps times its size, the output by twice that.
     logits = problem.scale * longest["q"][problem.query_head] * longest["k"][problem.key_head]
     epsilon = float(np.finfo(problem.element).eps)
     rounding = epsilon * (2.0 + math.sqrt(problem.q.shape[2]) * logits)

@@ -14,7 +14,7 @@ from ._jit import cpu_kernel, shared
 from .core import LEVERAGE_COLUMNS
 from .kernels.panel import TILE, add_values, load_tile, multiply_keys, pack_query, raise_top, weigh
 from .kernels.scalar import exp2
-from .kernels.simd import lane_count, lanes, padded
+from .kernels.simd import ROW_PADDING, lane_count, lanes, padded
 
 # --- bodies ---
 
@@ -181,6 +181,7 @@ def _apply_cpu(
 
 def features(problem, heads, which, lse, landmarks, rank, basis):
     """exp(s_ij - lse_i) for landmarks j and sampled rows i: (heads, landmarks, n), one contiguous column each."""
+    _check_padding(landmarks, basis)
     out = np.zeros((*landmarks.shape[:2], which.shape[1]), problem.element)
     _features_cpu(*problem.arrays(heads), which, problem.factor, basis, landmarks, rank, lse, out)
     return out
@@ -193,6 +194,7 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
     (heads, panels * lanes), the leverage infinite where the normaliser is not positive. `window (heads,)` is -1 where a
     head has no near field. Without `out`, `table` holds only the columns from the normaliser's on.
     """
+    _check_padding(landmarks, table, basis)
     width = lanes(problem.element)
     values = 0 if out is None else out.shape[2]
     leverage, norm = (np.zeros((len(starts), starts.shape[1] * width), problem.element) for _ in range(2))
@@ -219,3 +221,10 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
         norm,
     )
     return leverage, norm
+
+
+def _check_padding(*tiles):
+    # The register blocks read and write whole multiples of ROW_PADDING rows.
+    for tile in tiles:
+        if tile.shape[1] % ROW_PADDING or not tile.flags.c_contiguous:
+            raise ValueError(f"tiles must be contiguous, with a multiple of {ROW_PADDING} rows, got {tile.shape}")

@@ -62,7 +62,7 @@ def _doubt(solved, which, leverage, reach):
 
 
 def _mend(problem, heads, solved, which, doubt, leverage, rank, exact, known, norm, out, results):
-    """Doubtful rows: exact while the budget of R rows lasts, past it softmax over the landmarks if without normaliser."""
+    """Doubtful rows: exact while the budget of R rows lasts; past it, if without normaliser, landmark softmax."""
     for h, head in enumerate(heads):
         flagged = np.flatnonzero((doubt[h] > 1.0) & ~exact[h])
         if not len(flagged):
@@ -84,7 +84,7 @@ def _mend(problem, heads, solved, which, doubt, leverage, rank, exact, known, no
 
 
 def _landmark_softmax(problem, head, which, keys):
-    """Attention of the queries `which` to the landmarks alone: a convex combination of values, whatever the fit says."""
+    """Attention of the queries `which` to the landmarks alone: a convex combination of values, whatever the fit."""
     count = np.array([keys.shape[1]])
     small = dataclasses.replace(
         problem,

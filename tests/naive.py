@@ -94,7 +94,7 @@ def features(q, landmarks, which, lse, scale):
 
 
 def apply(q, k, v, landmarks, z, window, scale):
-    """(near + E Z) / (d_near + E z_den) by dense matrices, clipped to the values' range; window below 0: no near field."""
+    """(near + E Z) / (d_near + E z_den) by dense matrices, clipped to the range of the values; window < 0 for none."""
     landmark_scores = logits(q, landmarks, scale)
     top = landmark_scores.max(axis=1)
     near = np.zeros((len(q), len(k)), bool)

@@ -42,7 +42,7 @@ def no_basis(problem, count):
 def run(problem, landmarks, z, g, rank, window, basis=None):
     count = len(landmarks)
     out = np.full((count, problem.shape[0], problem.shape[3]), np.nan, problem.element)
-    basis = no_basis(problem, count) if basis is None else basis
+    basis = no_basis(problem, count) if basis is None else tiles(basis)
     v = problem.v
     leverage, norm = apply(
         problem,
@@ -203,5 +203,5 @@ def test_leverage_sketch_has_the_right_mean(rng):
     estimate = np.square(np.einsum("rn,hrg->hng", x, g)).sum(axis=2).mean(axis=0)
     ridge = done.ridge[0, 0] * np.linalg.norm(x, 2) ** 2
     true = np.einsum("rn,rs,sn->n", x, np.linalg.inv(x @ x.T + ridge * np.eye(r)), x)
-    # one estimate is chi-square with 16 degrees of freedom: relative deviation sqrt(2/16), of the mean 0.018; five of them
+    # one estimate is chi-square with 16 degrees of freedom: deviation sqrt(2/16), of the mean 0.018; five of those
     np.testing.assert_allclose(estimate, true, rtol=0.09)

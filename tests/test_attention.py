@@ -300,7 +300,8 @@ def test_no_values(method):
 
 
 @pytest.mark.parametrize(
-    ("q_lead", "k_lead", "lead"), [((0, 2), (0, 2), (0, 2)), ((0,), (1,), (0,)), ((0,), (0,), (0,)), ((2, 0), (2, 0), (2, 0))]
+    ("q_lead", "k_lead", "lead"),
+    [((0, 2), (0, 2), (0, 2)), ((0,), (1,), (0,)), ((0,), (0,), (0,)), ((2, 0), (2, 0), (2, 0))],
 )
 def test_no_heads(q_lead, k_lead, lead):
     q, k, v = np.ones((*q_lead, 5, 4)), np.ones((*k_lead, 7, 4)), np.ones((*k_lead, 7, 3))
@@ -361,7 +362,8 @@ def test_denormals(tiny, rng):
     q, k, v = smooth(rng)
     small = (tiny * (1 + np.arange(8))).astype(np.float32)
     out = attention(q, k[:1], small[None], method="exact")
-    np.testing.assert_allclose(out, np.broadcast_to(small, out.shape), rtol=0, atol=3e-45)  # two steps between denormals
+    # two steps between denormals
+    np.testing.assert_allclose(out, np.broadcast_to(small, out.shape), rtol=0, atol=3e-45)
     for options in LOW:
         out = attention((q * tiny).astype(np.float32), (k * tiny).astype(np.float32), v, **options)
         np.testing.assert_allclose(out, np.broadcast_to(v.mean(axis=0), out.shape), rtol=0, atol=2e-6)

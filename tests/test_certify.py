@@ -148,7 +148,8 @@ def test_limit_covers_the_error_that_is_left(name):
         covered += limit >= true
         ratio.append(error**2 / true**2)
     spread = np.std(ratio) / math.sqrt(count)
-    assert abs(np.mean(ratio) - 1) <= 4 * spread + 0.02  # four standard errors (6e-5), and the estimated norm's own share
+    # four standard errors (6e-5), and the share of the norm, which is estimated too
+    assert abs(np.mean(ratio) - 1) <= 4 * spread + 0.02
     # If the limit holds with probability 0.95, fewer successes than this have probability 1e-4 (binomial).
     assert covered >= naive.fewest_successes(count, 0.95, 1e-4)
 

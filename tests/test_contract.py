@@ -1,10 +1,11 @@
 """What the package promises about its errors, over several hundred random problems of every kind.
 
-Two sets: smaller problems at a fixed rank, for the certificate, and larger ones with a tolerance, where low rank is worth
-trying. All seeds are fixed, so the outcome is repeatable; the counts that are asked for allow for the luck of the draw,
-with the probabilities beside them.
+Smaller problems are run at a fixed rank, and with a tolerance as if low rank were always worth trying; larger ones in
+both ways as they are. All seeds are fixed, so the outcome is repeatable; the counts that are asked for allow for the
+luck of the draw, with the probabilities beside them.
 """
 
+import importlib
 import itertools
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ from pda_numba import attention
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SMALL = [*itertools.product(KINDS, (1024, 1500, 2100, 3000), range(9))]  # kind, N, seed: 252 problems
-LARGE = [*itertools.product(KINDS, (6000, 8192), range(4)), *((kind, 16384, 0) for kind in KINDS)]  # 63 problems
+SMALL = [*itertools.product(KINDS, (1024, 1500, 2100, 3000), range(10))]  # kind, N, seed: 280 problems
+LARGE = [*itertools.product(KINDS, (6000, 8192), range(3)), ("decaying", 16384, 0), ("outliers", 16384, 0)]  # 44 more
 TOLERANCES = (0.1, 0.03, 0.01)
 
 
@@ -49,20 +50,22 @@ def measure(kind, arrays, truth, **options):
 @pytest.fixture(scope="module")
 def runs():
     """(at a fixed rank, {tol: runs})."""
-    ranks = itertools.cycle((32, 64, 128))
+    ranks, tolerances = itertools.cycle((32, 64, 128)), itertools.cycle(TOLERANCES)
     fixed, chosen = [], {tol: [] for tol in TOLERANCES}
-    for kind, n, seed in SMALL:
-        arrays = make(kind, n, d=16, e=8, seed=seed)
-        rank = next(ranks)
-        # four rows per landmark and the certificate's own must leave something to estimate
-        rank = rank if n > 6 * rank + 200 else 64
-        fixed.append(measure(kind, arrays, exact(*arrays), rank=rank, method="pda", tol=None, seed=seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("pda_numba.plan"), "worth_trying", lambda *_, **__: True)
+        for kind, n, seed in SMALL:
+            arrays = make(kind, n, d=16, e=8, seed=seed)
+            truth = exact(*arrays)
+            tol = next(tolerances)
+            fixed.append(measure(kind, arrays, truth, rank=next(ranks), method="pda", tol=None, seed=seed))
+            chosen[tol].append(measure(kind, arrays, truth, tol=tol, seed=seed))
     for kind, n, seed in LARGE:
         arrays = make(kind, n, d=32, e=32, seed=seed)
         truth = exact(*arrays)
+        fixed.append(measure(kind, arrays, truth, rank=next(ranks), method="pda", tol=None, seed=seed))
         for tol in TOLERANCES:
             chosen[tol].append(measure(kind, arrays, truth, tol=tol, seed=seed))
-        fixed.append(measure(kind, arrays, truth, rank=next(ranks), method="pda", tol=None, seed=seed))
     return fixed, chosen
 
 
@@ -70,8 +73,11 @@ def test_enough_problems_were_really_low_rank(runs):
     fixed, chosen = runs
     assert len(fixed) >= 300
     assert sum(run.method == "pda" for run in fixed) == len(fixed)
-    assert sum(run.method == "pda" for tol in TOLERANCES for run in chosen[tol]) >= 40
-    assert {run.kind for tol in TOLERANCES for run in chosen[tol] if run.method == "pda"} >= {"decaying", "near_uniform"}
+    assert sum(len(chosen[tol]) for tol in TOLERANCES) >= 400
+    for tol in TOLERANCES:
+        assert sum(run.method == "pda" for run in chosen[tol]) >= 40, tol
+    kinds = {run.kind for tol in TOLERANCES for run in chosen[tol] if run.method == "pda"}
+    assert kinds >= {"clustered", "decaying", "near_uniform", "duplicated", "outliers"}
 
 
 @pytest.mark.parametrize("tol", TOLERANCES)
@@ -129,7 +135,7 @@ def test_the_row_statement_holds(runs):
 
 
 def test_the_public_judge_on_the_same_problems():
-    """`estimate_error` knows nothing of the fit; its limit still holds in at least 93 % of outputs with diffuse errors."""
+    """`estimate_error` knows nothing of the fit; its limit holds all the same where errors are diffuse."""
     covered, count = 0, 0
     rng = np.random.default_rng(7)
     for kind, seed in itertools.product(KINDS, range(10)):

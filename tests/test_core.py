@@ -153,7 +153,7 @@ def test_degenerate_problems_give_finite_tables(what, rng):
 
 def test_features_that_are_all_zero_cost_the_largest_error(rng):
     """Nothing can be fitted. The apply pass flags every row of such a head (its normaliser is not positive)."""
-    x, target, exact, weight = case(rng, 30, 6, 3)
+    x, target, exact, _ = case(rng, 30, 6, 3)
     done = run([(0 * x, target, exact, np.ones(30))])
     assert done.loo[0, 0] == pytest.approx(core._LARGEST_ERROR, rel=1e-12)
 

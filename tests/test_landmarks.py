@@ -45,7 +45,8 @@ def test_pool_draws_follow_the_mass(keys, rng):
     a = naive.softmax(naive.logits(q, k))
     for r, row in enumerate(which[0]):
         assert chi_square(np.bincount(pool[r:draws:3], minlength=keys), a[row]) > LEVEL / 3
-        tile = np.add.reduceat(a[row], np.arange(0, keys, TILE)).argmax() * TILE  # the row's largest key in its heaviest tile
+        # the row's largest key in its heaviest tile
+        tile = np.add.reduceat(a[row], np.arange(0, keys, TILE)).argmax() * TILE
         assert pool[draws + r] == tile + a[row, tile : tile + TILE].argmax()
 
 
@@ -90,9 +91,7 @@ def choose(columns, count, dtype=np.float64):
     total, pool = columns.shape[:2]
     problem = flat(*(np.zeros((total, 1, 1), dtype) for _ in range(3)))
     index = np.tile(np.arange(pool), (total, 1))
-    return landmarks.choose(
-        problem, np.arange(total), columns.astype(dtype), index, np.full(total, pool), count
-    )
+    return landmarks.choose(problem, np.arange(total), columns.astype(dtype), index, np.full(total, pool), count)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

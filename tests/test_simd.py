@@ -1,4 +1,4 @@
-"""The register-blocked product, against einsum: both strides, both ways of accumulating, every depth up to a few blocks."""
+"""The register-blocked product, against dense float64: both strides, both ways of accumulating, awkward depths."""
 
 import numba
 import numpy as np
