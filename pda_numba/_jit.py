@@ -4,10 +4,12 @@
     A body that both devices inline: plain arithmetic on scalars and arrays, lazily typed.
 `cpu_kernel`
     A driver for the CPU: `numba.njit(parallel=True)`, cached on disk, one at a time.
+`serial_kernel`
+    The same on one core, for small work.
 
-The fast-math policy is the same for every kernel. Fused multiply-adds and reassociation are allowed
-(sums vectorise, and the order is still fixed by the compiled code, so results are repeatable); reasoning
-that assumes away NaN or infinity is not, because masks are minus infinity.
+There is no fast-math anywhere: the compiler may not reorder or contract what is written, so that a result does not
+depend on how a kernel was inlined, compiled afresh or loaded from the cache. Where speed wants a fused multiply-add or
+a sum in several parts, the source says so (`kernels.scalar.fma`, `kernels.simd.dot`).
 """
 
 import functools
@@ -19,8 +21,6 @@ import numba
 from numba.core import event
 from numba.extending import register_jitable
 
-FASTMATH = {"contract", "reassoc", "nsz"}
-
 shared = register_jitable
 
 # Numba's fallback threading layer ("workqueue") aborts the process when two Python threads enter parallel
@@ -28,9 +28,18 @@ shared = register_jitable
 _ONE_AT_A_TIME = threading.Lock()
 
 
+def _compile(function, *, parallel):
+    return numba.njit(parallel=parallel, nogil=True, cache=True, error_model="numpy")(function)
+
+
+def serial_kernel(function):
+    """Compile `function` for one core: for work so small that waking the others costs more than it saves."""
+    return _compile(function, parallel=False)
+
+
 def cpu_kernel(function):
     """Compile `function` as a CPU driver: parallel, without the GIL, cached on disk."""
-    compiled = numba.njit(parallel=True, nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")(function)
+    compiled = _compile(function, parallel=True)
 
     @functools.wraps(function)
     def run(*args):

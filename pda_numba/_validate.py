@@ -9,6 +9,7 @@ from numba import prange
 
 from ._jit import cpu_kernel
 from .kernels.scalar import widen
+from .kernels.simd import dot
 from .problem import Problem
 
 _NAMES = "float16, float32, float64 or bfloat16"
@@ -219,21 +220,24 @@ def _scan_cpu(x, low, high, square, finite):
     for item in prange(heads * pieces):
         h, piece = item // pieces, item % pieces
         zero = low.dtype.type(0)
-        spoiled, longest = zero, zero
+        longest = zero
+        row, spoiled = np.empty((1, columns), low.dtype), np.zeros(columns, low.dtype)
         for d in range(columns):
             low[h, piece, d] = np.inf
             high[h, piece, d] = -np.inf
         for i in range(piece * _PIECE, min(n, (piece + 1) * _PIECE)):
-            length = zero
             for d in range(columns):
                 value = low.dtype.type(widen(x[h, i, d]))
-                spoiled += value * zero  # NaN as soon as one value is not finite
-                length += value * value
+                row[0, d] = value
+                spoiled[d] += value * zero  # NaN as soon as one value is not finite
                 low[h, piece, d] = value if value < low[h, piece, d] else low[h, piece, d]
                 high[h, piece, d] = value if value > high[h, piece, d] else high[h, piece, d]
+            length = dot(row, 0, row, 0, columns)
             longest = length if length > longest else longest
         square[h, piece] = longest
-        finite[h, piece] = spoiled == 0
+        finite[h, piece] = True
+        for d in range(columns):
+            finite[h, piece] &= spoiled[d] == 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from numba import prange
 
 from . import draw
 from ._jit import cpu_kernel, shared
-from .kernels.scalar import normal
+from .kernels.scalar import fma, normal
 from .kernels.simd import ROWS, lanes, multiply_block, padded
 from .kernels.small_qr import triangularise
 from .kernels.small_svd import orthogonalise_rows
@@ -63,7 +63,7 @@ def _multiply(a, b):
         for c in range(a.shape[1]):
             factor = a[i, c]
             for j in range(b.shape[1]):
-                out[i, j] += factor * b[c, j]
+                out[i, j] = fma(factor, b[c, j], out[i, j])
     return out
 
 

@@ -6,9 +6,8 @@ walked from its start: rows first .. first + count of one call never meet those 
 """
 
 import numpy as np
-from numba import prange
 
-from ._jit import cpu_kernel, shared
+from ._jit import serial_kernel, shared
 from .kernels.scalar import permuted, uniform
 
 # Streams of random numbers; each stage has its own, so that no draw tells anything about another. A permutation uses
@@ -75,16 +74,16 @@ def _systematic(weight, t, count, start, chosen, probability):
 # --- CPU drivers ---
 
 
-@cpu_kernel
+@serial_kernel
 def _uniform_cpu(query_head, size, seed, stage, first, chosen):
-    for h in prange(chosen.shape[0]):
+    for h in range(chosen.shape[0]):
         for i in range(chosen.shape[1]):
             chosen[h, i] = permuted(first + i, size, seed, query_head[h], stage)
 
 
-@cpu_kernel
+@serial_kernel
 def _systematic_cpu(query_head, seed, stage, weight, count, chosen, probability, found, scale):
-    for h in prange(weight.shape[0]):
+    for h in range(weight.shape[0]):
         scale[h] = _inclusion_scale(weight[h], count)
         start = uniform(seed, query_head[h], stage, count)
         found[h] = _systematic(weight[h], scale[h], count, start, chosen[h], probability[h])

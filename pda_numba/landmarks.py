@@ -16,10 +16,10 @@ import numpy as np
 from numba import prange
 
 from . import draw
-from ._jit import cpu_kernel, shared
+from ._jit import cpu_kernel, serial_kernel, shared
 from .kernels.panel import TILE, multiply_keys, pack_query
-from .kernels.scalar import exp2, uniform, widen
-from .kernels.simd import lane_count, padded
+from .kernels.scalar import exp2, fma, uniform, widen
+from .kernels.simd import dot, lane_count, padded
 
 POOL_FACTOR, LARGEST_POOL = 8, 2048  # keys drawn by mass per landmark, and at most
 REFINE_FACTOR = 32  # keys drawn uniformly per landmark, for the Lloyd step and the keys' mean
@@ -95,12 +95,10 @@ def _pivot(columns, count, seed, head, chosen):
     square = np.empty(pool)
     start = 0.0
     for c in range(pool):
-        square[c] = 0.0
-        for i in range(n):
-            square[c] += columns[c, i] * columns[c, i]
+        square[c] = dot(columns, c, columns, c, n)
         start += square[c]
     epsilon = np.finfo(columns.dtype).eps
-    pivot = np.empty(n, columns.dtype)
+    pivot = np.empty((1, n), columns.dtype)
     for step in range(min(count, pool)):
         total = 0.0
         for c in range(pool):
@@ -117,19 +115,14 @@ def _pivot(columns, count, seed, head, chosen):
         chosen[step] = best
         length = 1 / math.sqrt(square[best])
         for i in range(n):
-            pivot[i] = columns[best, i] * length
+            pivot[0, i] = columns[best, i] * length
         for c in range(pool):
             if square[c] <= 0:
                 continue
-            dot = pivot[0] - pivot[0]
+            share = -dot(columns, c, pivot, 0, n)
             for i in range(n):
-                dot += columns[c, i] * pivot[i]
-            left = 0.0
-            for i in range(n):
-                residual = columns[c, i] - dot * pivot[i]
-                columns[c, i] = residual
-                left += residual * residual
-            square[c] = left
+                columns[c, i] = fma(share, pivot[0, i], columns[c, i])
+            square[c] = dot(columns, c, columns, c, n)
         square[best] = 0.0
     return min(count, pool)
 
@@ -159,12 +152,10 @@ def _pivot_cpu(query_head, columns, size, count, seed, chosen, found):
         found[h] = _pivot(columns[h, : size[h]], count, seed, query_head[h], chosen[h])
 
 
-@cpu_kernel
+@serial_kernel
 def _gather_cpu(source, head, which, size, out):
-    heads, count = which.shape
-    for item in prange(heads * count):
-        h, i = item // count, item % count
-        if i < size[h]:
+    for h in range(which.shape[0]):
+        for i in range(size[h]):
             for d in range(source.shape[2]):
                 out[h, i, d] = widen(source[head[h], which[h, i], d])
 
@@ -191,10 +182,10 @@ def _nearest_cpu(k, key_head, which, centres, half_square, count, nearest):
             nearest[h, first + x] = best
 
 
-@cpu_kernel
+@serial_kernel
 def _average_cpu(k, key_head, which, nearest, centres, weight, mean):
     # sums in float64 and in the sample's order, so that nothing depends on the threads
-    for h in prange(which.shape[0]):
+    for h in range(which.shape[0]):
         for i in range(which.shape[1]):
             c = nearest[h, i]
             weight[h, c] += 1.0

@@ -11,17 +11,18 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, shared
-from .kernels.scalar import exp2, widen
+from .kernels.scalar import exp2, fma, widen
+from .kernels.simd import dot
 
 # --- bodies ---
 
 
 @shared
-def _near_sums(q, k, v, row, lse, factor, windows, query, total, out):
+def _near_sums(q, k, v, row, lse, factor, windows, query, key, total, out):
     """One row, `windows` in rising order: each adds its ring to what the smaller ones hold."""
     total[:] = 0
     for d in range(q.shape[1]):
-        query[d] = widen(q[row, d]) * factor
+        query[0, d] = widen(q[row, d]) * factor
     values = v.shape[1]
     inner = -1
     for w in range(windows.shape[0]):
@@ -30,12 +31,11 @@ def _near_sums(q, k, v, row, lse, factor, windows, query, total, out):
             if inner < 0:
                 low, high = (row - windows[w], row + windows[w] + 1) if side == 0 else (0, 0)
             for j in range(max(low, 0), min(high, k.shape[0])):
-                score = -lse
-                for d in range(query.shape[0]):
-                    score += query[d] * widen(k[j, d])
-                weight = exp2(score)
+                for d in range(k.shape[1]):
+                    key[0, d] = widen(k[j, d])
+                weight = exp2(dot(query, 0, key, 0, k.shape[1]) - lse)
                 for e in range(values):
-                    total[e] += weight * widen(v[j, e])
+                    total[e] = fma(weight, total.dtype.type(widen(v[j, e])), total[e])
                 total[values] += weight
         inner = windows[w]
         for e in range(values + 1):
@@ -50,7 +50,7 @@ def _near_sums_cpu(q, k, v, query_head, key_head, which, lse, factor, windows, o
     heads, count = which.shape
     for item in prange(heads * count):
         h, i = item // count, item % count
-        query = np.empty(q.shape[2], lse.dtype)
+        query, key = np.empty((1, q.shape[2]), lse.dtype), np.empty((1, q.shape[2]), lse.dtype)
         total = np.empty(v.shape[2] + 1, lse.dtype)
         _near_sums(
             q[query_head[h]],
@@ -61,6 +61,7 @@ def _near_sums_cpu(q, k, v, query_head, key_head, which, lse, factor, windows, o
             factor,
             windows,
             query,
+            key,
             total,
             out[h, i],
         )

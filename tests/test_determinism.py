@@ -162,3 +162,10 @@ def test_beside_torch(order, expected):
 def test_python_threads_beside_torch(expected):
     torch = "import torch; a = torch.ones(300, 300); assert float((a @ a)[0, 0]) == 300\n"
     assert run(torch + FOUR_THREADS + torch) == [expected]
+
+
+@pytest.mark.slow
+def test_compiled_afresh(expected, tmp_path):
+    """Kernels that were loaded from the cache and kernels that have just been compiled give the same bits."""
+    assert run(ONE_CALL, NUMBA_CACHE_DIR=str(tmp_path)) == [expected]
+    assert run(ONE_CALL, NUMBA_CACHE_DIR=str(tmp_path)) == [expected]

@@ -120,6 +120,24 @@ def test_bad_argument(name):
     assert (out == 7).all()
 
 
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
+def test_place_of_a_value_that_is_not_finite(name, value):
+    """The first bad token of the first bad head, also beyond the first few thousand tokens and in 16-bit arrays."""
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if name == "bfloat16" else np.dtype(name)
+    q, k, v = np.ones((2, 3, 4), dtype), np.ones((2, 9000, 4), dtype), np.ones((2, 9000, 2), dtype)
+    k[1, 8500, 3] = k[1, 8999, 0] = value
+    with pytest.raises(ValueError, match=r"^k must be finite.* head 1, token 8500, column 3;"):
+        attention(q, k, v)
+
+
+def test_large_values_are_finite():
+    """Squares that overflow do not make an array infinite."""
+    given = arrays()
+    given["v"] *= np.float32(1e30)
+    assert np.isfinite(attention(**given)).all()
+
+
 def test_cuda_is_refused_with_a_reason():
     out = np.full((N, E), 7, np.float32)
     with pytest.raises(RuntimeError, match="device='cuda'"):

@@ -7,12 +7,11 @@ import numba
 import numpy as np
 import pytest
 
-from pda_numba._jit import FASTMATH
 from pda_numba.kernels import panel, scalar
 from pda_numba.kernels.simd import lanes, padded
 
 
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
+@numba.njit(error_model="numpy")
 def _stream(q, k, v, factor, tile_keys, queries, key_tile, value_tile, scores, top, peak, total, sums):
     for x in range(q.shape[0]):
         panel.pack_query(queries, x, q, x, factor)

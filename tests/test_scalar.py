@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pda_numba._jit import FASTMATH
 from pda_numba.kernels import scalar
 
 
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
+@numba.njit(error_model="numpy")
 def _exp2_all(x, out):
     for i in range(x.shape[0]):
         out[i] = scalar.exp2(x[i])
 
 
-@numba.njit(fastmath=FASTMATH)
+@numba.njit
 def _widen_all(x, out):
     for i in range(x.shape[0]):
         out[i] = scalar.widen(x[i])
@@ -97,6 +96,23 @@ def test_exp2_agrees_outside_compiled_code():
     interpreted = np.array([scalar.exp2(a) for a in singles])
     assert interpreted.dtype == np.float32
     np.testing.assert_allclose(interpreted, 2.0 ** singles.astype(float), rtol=2.4e-7)  # 2 ulp of float32
+
+
+@numba.njit
+def _fma_all(a, b, c, out):
+    for i in range(a.shape[0]):
+        out[i] = scalar.fma(a[i], b[i], c[i])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_fma_rounds_once(dtype, rng):
+    """(1 + e)(1 - e) - 1 = -e^2: with two roundings it would be zero."""
+    digits = np.finfo(dtype).nmant
+    e = (0.5 ** rng.integers(digits // 2 + 1, digits, 100)).astype(dtype)
+    one, out = np.ones(100, dtype), np.empty(100, dtype)
+    _fma_all(one + e, one - e, -one, out)
+    assert (out == -e * e).all()
+    assert scalar.fma(2.0, 3.0, 4.0) == 10.0
 
 
 def test_widen_float16_for_every_pattern():

@@ -4,17 +4,16 @@ import numba
 import numpy as np
 import pytest
 
-from pda_numba._jit import FASTMATH
-from pda_numba.kernels.simd import ROW_PADDING, ROWS, VECTOR_BYTES, lane_count, lanes, multiply_block, padded
+from pda_numba.kernels.simd import ROW_PADDING, ROWS, VECTOR_BYTES, dot, lane_count, lanes, multiply_block, padded
 
 
-@numba.njit(fastmath=FASTMATH)
+@numba.njit
 def _by_rows(c, a, b, depth, accumulate):
     for r in range(0, c.shape[0], ROWS):
         multiply_block(c, r, a, r * a.shape[1], a.shape[1], 1, b, depth, accumulate)
 
 
-@numba.njit(fastmath=FASTMATH)
+@numba.njit
 def _by_columns(c, a, b, depth, accumulate):
     for r in range(0, c.shape[0], ROWS):
         multiply_block(c, r, a, r, 1, a.shape[1], b, depth, accumulate)
@@ -69,6 +68,24 @@ def test_product_does_not_touch_other_rows(rng):
     assert (guarded[:ROWS] == 7).all()
     assert (guarded[2 * ROWS :] == 7).all()
     np.testing.assert_allclose(guarded[ROWS : 2 * ROWS], a @ b, rtol=0, atol=5e-6)  # six roundings of sums below 10
+
+
+@numba.njit
+def _dot_rows(a, i, b, j, count):
+    return dot(a, i, b, j, count)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dot(dtype, rng):
+    a, b = rng.standard_normal((5, 301)).astype(dtype), rng.standard_normal((4, 301)).astype(dtype)
+    for count in (0, 1, 2, 15, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 301):
+        found = _dot_rows(a, 4, b, 2, count)
+        x, y = a[4, :count].astype(float), b[2, :count].astype(float)
+        # one rounding a step, of partial sums no larger than the sum of absolute values
+        assert abs(found - x @ y) <= (count + 1) * np.finfo(dtype).eps * (np.abs(x) @ np.abs(y))
+    assert _dot_rows(a, 1, a, 1, 301) > 0
+    x, ones = np.arange(1.0, 302.0, dtype=dtype)[None], np.ones((1, 301), dtype)
+    assert _dot_rows(x, 0, ones, 0, 301) == 301 * 302 / 2  # whole numbers: every column counts once, exactly
 
 
 def test_nan_and_infinity_pass_through():

@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 from scipy import linalg
 
-from pda_numba._jit import FASTMATH
 from pda_numba.kernels.simd import lanes, padded
 from pda_numba.kernels.small_qr import triangularise
 
 WIDTH = lanes(np.float64)
 
 
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
+@numba.njit(error_model="numpy")
 def _triangularise(a, columns):
     triangularise(a, columns)
 

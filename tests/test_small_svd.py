@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from scipy import linalg
 
-from pda_numba._jit import FASTMATH
 from pda_numba.kernels.small_svd import orthogonalise_rows
 
 
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
+@numba.njit(error_model="numpy")
 def _orthogonalise(a, columns, squares):
     orthogonalise_rows(a, columns, squares)
 

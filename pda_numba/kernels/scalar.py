@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 from numba import types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from .._jit import shared
 
@@ -40,6 +40,21 @@ _F32_LOW, _F32_HIGH = np.float32(-126.0), np.float32(127.0)
 _F64_LOW, _F64_HIGH = -1022.0, 1023.0
 
 
+def fma(a, b, c):
+    """a b + c, rounded once in compiled code."""
+    return a * b + c
+
+
+@intrinsic
+def _fused(typingctx, a, b, c):
+    return a(a, b, c), lambda context, builder, signature, arguments: builder.fma(*arguments)
+
+
+@overload(fma)
+def _fma_compiled(a, b, c):
+    return lambda a, b, c: _fused(a, b, c)  # type: ignore[call-arg]
+
+
 def exp2(x):
     """2^x within 2 units in the last place; 0 below the normal range (so also at minus infinity), capped above it."""
     return _exp2_float32(x) if isinstance(x, np.float32) else _exp2_float64(x)
@@ -57,12 +72,12 @@ def _exp2_float32(x):
     y = _F32_HIGH if y > _F32_HIGH else y
     n = np.float32(math.floor(y + np.float32(0.5)))
     f = y - n
-    p = _F32[4] + f * _F32[5]
-    p = _F32[3] + f * p
-    p = _F32[2] + f * p
-    p = _F32[1] + f * p
-    p = _F32[0] + f * p
-    p = np.float32(1.0) + f * p
+    p = fma(f, _F32[5], _F32[4])
+    p = fma(f, p, _F32[3])
+    p = fma(f, p, _F32[2])
+    p = fma(f, p, _F32[1])
+    p = fma(f, p, _F32[0])
+    p = fma(f, p, np.float32(1.0))
     power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(0.0) if x < _F32_LOW else p * power
 
@@ -73,17 +88,17 @@ def _exp2_float64(x):
     y = _F64_HIGH if y > _F64_HIGH else y
     n = float(math.floor(y + 0.5))
     f = y - n
-    p = _F64[9] + f * _F64[10]
-    p = _F64[8] + f * p
-    p = _F64[7] + f * p
-    p = _F64[6] + f * p
-    p = _F64[5] + f * p
-    p = _F64[4] + f * p
-    p = _F64[3] + f * p
-    p = _F64[2] + f * p
-    p = _F64[1] + f * p
-    p = _F64[0] + f * p
-    p = 1.0 + f * p
+    p = fma(f, _F64[10], _F64[9])
+    p = fma(f, p, _F64[8])
+    p = fma(f, p, _F64[7])
+    p = fma(f, p, _F64[6])
+    p = fma(f, p, _F64[5])
+    p = fma(f, p, _F64[4])
+    p = fma(f, p, _F64[3])
+    p = fma(f, p, _F64[2])
+    p = fma(f, p, _F64[1])
+    p = fma(f, p, _F64[0])
+    p = fma(f, p, 1.0)
     power = np.int64((np.int64(n) + np.int64(1023)) << np.int64(52)).view(np.float64)
     return 0.0 if x < _F64_LOW else p * power
 

@@ -50,12 +50,17 @@ def padded(rows):
     return (rows + ROW_PADDING - 1) // ROW_PADDING * ROW_PADDING
 
 
+def _vector_fma(builder, vector):
+    name = f"llvm.fma.v{vector.count}f{32 if vector.element == ir.FloatType() else 64}"
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+
+
 @intrinsic
 def _multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
     """One ROWS x 2-vector block of the product above. `b` and `c` are C-contiguous panels, `a` is C-contiguous."""
     if not a.layout == b.layout == c.layout == "C":
         raise TypingError("multiply_block reads its operands through bare pointers: they must be C-contiguous")
-    element, name, size = (ir.FloatType(), "f32", 4) if c.dtype == types.float32 else (ir.DoubleType(), "f64", 8)
+    element, size = (ir.FloatType(), 4) if c.dtype == types.float32 else (ir.DoubleType(), 8)
     width = VECTOR_BYTES // size
     vector = ir.VectorType(element, width)
     i64 = ir.IntType(64)
@@ -74,9 +79,7 @@ def _multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, d
         c_rows = [data(0, c, builder.mul(builder.add(row, i64(r)), lane_total)) for r in range(ROWS)]
         a_rows = [data(2, a, builder.add(offset, builder.mul(row_stride, i64(r)))) for r in range(ROWS)]
         b_start = data(6, b, i64(0))
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{width}{name}"
-        )
+        fma = _vector_fma(builder, vector)
         zero = ir.Constant(vector, [0.0] * width)
         first = [
             [builder.select(accumulate, builder.load(vector_at(c_rows[r], j), align=size), zero) for j in range(2)]
@@ -119,4 +122,57 @@ def _multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, d
     return signature, codegen
 
 
-multiply_block: Any = _multiply_block  # callable from compiled code only, without the typing context
+@intrinsic
+def _dot(typingctx, a, i, b, j, count):
+    """sum_x a[i, x] b[j, x] over the first `count` columns: four vectors of partial sums, added up in a fixed order."""
+    if not a.layout == b.layout == "C" or a.dtype != b.dtype:
+        raise TypingError("dot reads its operands through bare pointers: they must be C-contiguous and of one dtype")
+    element, size = (ir.FloatType(), 4) if a.dtype == types.float32 else (ir.DoubleType(), 8)
+    width = VECTOR_BYTES // size
+    vector, i64 = ir.VectorType(element, width), ir.IntType(64)
+    block = 4 * width
+
+    def codegen(context, builder, signature, arguments):
+        a, i, b, j, count = arguments
+
+        def row(position, value, index):
+            array = context.make_array(signature.args[position])(context, builder, value)
+            columns = cgutils.unpack_tuple(builder, array.shape)[1]
+            return builder.gep(array.data, [builder.mul(index, columns)])
+
+        a, b = row(0, a, i), row(2, b, j)
+        fma = _vector_fma(builder, vector)
+        parts = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width)) for _ in range(4)]
+        blocks = builder.sdiv(count, i64(block))
+        with cgutils.for_range(builder, blocks) as loop:
+            start = builder.mul(loop.index, i64(block))
+            for part, cell in enumerate(parts):
+                here = builder.add(start, i64(part * width))
+                x, y = (
+                    builder.load(builder.bitcast(builder.gep(base, [here]), vector.as_pointer()), align=size)
+                    for base in (a, b)
+                )
+                builder.store(builder.call(fma, [x, y, builder.load(cell)]), cell)
+        first, second, third, fourth = (builder.load(cell) for cell in parts)
+        lanes_left = builder.fadd(builder.fadd(first, second), builder.fadd(third, fourth))
+        while lanes_left.type.count > 1:  # halves onto each other
+            half = ir.VectorType(ir.IntType(32), lanes_left.type.count // 2)
+            low = ir.Constant(half, list(range(half.count)))
+            high = ir.Constant(half, list(range(half.count, 2 * half.count)))
+            undefined = ir.Constant(lanes_left.type, ir.Undefined)
+            lanes_left = builder.fadd(
+                builder.shuffle_vector(lanes_left, undefined, low), builder.shuffle_vector(lanes_left, undefined, high)
+            )
+        total = cgutils.alloca_once_value(builder, builder.extract_element(lanes_left, ir.IntType(32)(0)))
+        with cgutils.for_range(builder, builder.srem(count, i64(block))) as loop:
+            here = builder.add(builder.mul(blocks, i64(block)), loop.index)
+            x, y = (builder.load(builder.gep(base, [here])) for base in (a, b))
+            builder.store(builder.fma(x, y, builder.load(total)), total)
+        return builder.load(total)
+
+    return a.dtype(a, types.intp, b, types.intp, types.intp), codegen
+
+
+# Callable from compiled code only, without the typing context.
+dot: Any = _dot
+multiply_block: Any = _multiply_block

@@ -7,6 +7,8 @@ to begin with, and few sweeps suffice (Drmac and Veselic 2008).
 import math
 
 from .._jit import shared
+from .scalar import fma
+from .simd import dot
 
 _TOLERANCE = 1e-12  # cosine between two rows that counts as orthogonal: far below the ridge's own perturbation
 _SWEEPS = 30
@@ -22,7 +24,7 @@ def orthogonalise_rows(a, columns, squares):
     for _ in range(_SWEEPS):
         largest = 0.0
         for p in range(a.shape[0]):  # afresh in every sweep: the updated norms drift
-            squares[p] = _dot(a, p, p, columns)
+            squares[p] = dot(a, p, a, p, columns)
             largest = max(largest, squares[p])
         rotated = False
         for p in range(a.shape[0] - 1):
@@ -33,20 +35,12 @@ def orthogonalise_rows(a, columns, squares):
 
 
 @shared
-def _dot(a, p, q, columns):
-    total = 0.0
-    for x in range(columns):
-        total += a[p, x] * a[q, x]
-    return total
-
-
-@shared
 def _rotate(a, p, q, columns, squares, negligible):
     """Make rows p and q orthogonal; False if they already are, or one of them is below rounding of the largest."""
     alpha, beta = squares[p], squares[q]
     if alpha <= negligible or beta <= negligible:
         return False
-    gamma = _dot(a, p, q, columns)
+    gamma = dot(a, p, a, q, columns)
     if abs(gamma) <= _TOLERANCE * math.sqrt(alpha * beta):
         return False
     zeta = (beta - alpha) / (2.0 * gamma)
@@ -55,8 +49,8 @@ def _rotate(a, p, q, columns, squares, negligible):
     sine = cosine * tangent
     for x in range(a.shape[1]):
         first, second = a[p, x], a[q, x]
-        a[p, x] = cosine * first - sine * second
-        a[q, x] = sine * first + cosine * second
+        a[p, x] = fma(cosine, first, -sine * second)
+        a[q, x] = fma(sine, first, cosine * second)
     squares[p] = alpha - tangent * gamma
     squares[q] = beta + tangent * gamma
     return True
