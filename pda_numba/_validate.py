@@ -220,8 +220,8 @@ def _scan_cpu(x, low, high, square, finite):
     for item in prange(heads * pieces):
         h, piece = item // pieces, item % pieces
         zero = low.dtype.type(0)
-        longest = zero
-        row, spoiled = np.empty((1, columns), low.dtype), np.zeros(columns, low.dtype)
+        longest = 0.0
+        row, spoiled = np.empty((1, columns)), np.zeros(columns, low.dtype)  # squares of float32 may overflow
         for d in range(columns):
             low[h, piece, d] = np.inf
             high[h, piece, d] = -np.inf
@@ -256,12 +256,12 @@ def scan(problem, *, check_finite):
         x = getattr(problem, name)
         shape = (x.shape[0], max(1, -(-x.shape[1] // _PIECE)))
         low, high = (np.empty((*shape, x.shape[2]), problem.element) for _ in range(2))
-        square, finite = np.empty(shape, problem.element), np.empty(shape, np.bool_)
+        square, finite = np.empty(shape), np.empty(shape, np.bool_)
         _scan_cpu(x, low, high, square, finite)
         if check_finite and not finite.all():
             place = _where(x, finite)
             raise ValueError(f"{name} must be finite, got NaN or infinity{place}; check_finite=False skips this test")
-        longest[name] = np.sqrt(square.max(axis=1, initial=0), dtype=np.float64)
+        longest[name] = np.sqrt(square.max(axis=1, initial=0))
     # A logit of size s |q| |k|, summed in D steps, is off by sqrt(D) eps times its size, the output by twice that.
     logits = problem.scale * longest["q"][problem.query_head] * longest["k"][problem.key_head]
     epsilon = float(np.finfo(problem.element).eps)

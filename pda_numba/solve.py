@@ -217,8 +217,8 @@ def _leverage_rows(problem, heads, sample, rank, tiles, trial, short, window, ba
     new = np.take_along_axis(candidates, place[:, :count], axis=1)
     out, lse, _ = rows(problem, heads, new)
     count_rows(problem, heads, results, count)
-    left_out = trial.row_leverage[:, 0]
-    own = np.minimum(1.0, scale[:, None] * np.clip(left_out / (1 + left_out), 1e-12, None)) * fraction
+    # The uniform rows' own chance: by their leverage when left out, like the candidates', which no fit has seen.
+    own = np.minimum(1.0, scale[:, None] * np.clip(trial.row_leverage[:, 0], 1e-12, None)) * fraction
     sample = dataclasses.replace(sample, uniform_pi=1 - (1 - sample.uniform_pi) * (1 - own))
     return sample.extended(drawn=new, drawn_out=out, drawn_lse=lse, drawn_pi=pi[:, :count] * fraction)
 

@@ -154,6 +154,29 @@ def test_limit_covers_the_error_that_is_left(name):
     assert covered >= naive.fewest_successes(count, 0.95, 1e-4)
 
 
+def test_limit_allows_for_a_row_like_the_worst_one():
+    """One pseudo-row is added, as large as the largest expanded error, held out or left out of the fit."""
+    (audit,), _, _, _ = audits(1, 2000, first=0, sizes=(128, 48, 16))
+    y, norm = np.full(2000, 1e-4), np.ones(2000)
+    expand = (1 - audit.pi) / audit.pi
+    used = expand * y[audit.rows]
+    total = used.sum()
+    # With |out|^2 = |o|^2 + y the deviations from the ratio estimate are y (1 + error^2), which is y to within 1e-4.
+    variance = (expand / audit.pi * y[audit.rows] ** 2).sum()
+    none = np.zeros(0)
+    far = np.full(1, 5.0), np.full(1, 1e-9), np.full(1, 1e-9)  # a left-out row that only the uniform design can draw
+    left_out = 5.0 * (1 - audit.uniform_pi) / audit.uniform_pi
+    for given, pseudo in (((none, none, none), used.max()), (far, left_out)):
+        rest = np.ones(2000, bool)
+        rest[audit.rows] = False
+        parts = y[audit.rows], norm[audit.rows], (norm + y)[audit.rows]
+        _, limit, _, _ = certify.judge(audit, *parts, (norm + y)[rest].sum(), 0.0, 2000, given)
+        mean, spread = total + pseudo, variance + pseudo**2
+        quantile = stats.gamma.ppf(0.95, mean**2 / spread, scale=spread / mean)
+        # 1 % for the approximation of the quantile, 1 % for the estimate of |o|^2 = 2000
+        assert limit**2 * 2000 == pytest.approx(quantile, rel=0.02)
+
+
 def test_nothing_left_is_no_error():
     (audit,), _, _, _ = audits(1, 25, first=0, sizes=(128, 48, 16))
     error, limit, worst, _ = judge(audit, np.full(25, 0.3), np.ones(25), 25)

@@ -166,6 +166,10 @@ def test_python_threads_beside_torch(expected):
 
 @pytest.mark.slow
 def test_compiled_afresh(expected, tmp_path):
-    """Kernels that were loaded from the cache and kernels that have just been compiled give the same bits."""
+    """Kernels that were loaded from the cache and kernels that have just been compiled give the same bits.
+
+    Numba's cache follows the file of a driver, not the bodies that it inlines from other files: after a change of
+    `kernels/` delete `__pycache__`, or this test fails on what is left of the old code.
+    """
     assert run(ONE_CALL, NUMBA_CACHE_DIR=str(tmp_path)) == [expected]
     assert run(ONE_CALL, NUMBA_CACHE_DIR=str(tmp_path)) == [expected]
