@@ -122,7 +122,8 @@ def _pivot(columns, count, seed, head, chosen):
             share = -dot(columns, c, pivot, 0, n)
             for i in range(n):
                 columns[c, i] = fma(share, pivot[0, i], columns[c, i])
-            square[c] = dot(columns, c, columns, c, n)
+            left = square[c] - float(share) * float(share)  # Pythagoras, unless too much cancels
+            square[c] = left if left > 0.1 * square[c] else dot(columns, c, columns, c, n)
         square[best] = 0.0
     return min(count, pool)
 
