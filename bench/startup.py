@@ -1,7 +1,7 @@
 """Start-up times, each in a fresh process.
 
-python bench/startup.py                # import; import and first call with compiled kernels on disk
-python bench/startup.py --compile      # also the very first call, with an empty cache
+python bench/startup.py                # import; import and first calls, exact and low rank, with kernels on disk
+python bench/startup.py --compile      # also the very first calls, with an empty cache
 """
 
 import argparse
@@ -26,6 +26,7 @@ q, k, v = np.random.default_rng(0).standard_normal((3, 4096, 64), np.float32)
 start = time.perf_counter()
 import pda_numba
 pda_numba.attention(q, k, v)
+pda_numba.attention(q, k, v, rank=64, tol=None, method="pda")
 print(time.perf_counter() - start)
 """
 
@@ -45,10 +46,10 @@ if __name__ == "__main__":
     seconds(FIRST_CALL)  # fills the cache
     rows = [
         ("import pda_numba", seconds(IMPORT, options.repeats)),
-        ("import and first call at (4096, 64), kernels cached", seconds(FIRST_CALL, options.repeats)),
+        ("import, an exact and a low-rank call at (4096, 64), kernels cached", seconds(FIRST_CALL, options.repeats)),
     ]
     if options.compile:
         with tempfile.TemporaryDirectory() as empty:
-            rows.append(("import and first call ever, empty cache", seconds(FIRST_CALL, NUMBA_CACHE_DIR=empty)))
+            rows.append(("the same for the very first time, empty cache", seconds(FIRST_CALL, NUMBA_CACHE_DIR=empty)))
     print_versions("numba")
     print_table("Start-up", ["what", "seconds"], rows)

@@ -14,8 +14,6 @@ from .info import AccuracyWarning, AttentionInfo, Clock, ErrorEstimate
 from .results import HeadResult
 from .rows import rows
 
-_GROUP_BYTES = 48 * 2**20  # heads that are computed together share this much workspace
-
 
 def attention(
     q,
@@ -54,8 +52,8 @@ def attention(
     rank : int, optional
         Number of landmarks. By default the smallest of 64, 128, 256 and 512 that keeps `tol`, or 128 if `tol` is None.
     tol : float or None, default 1e-2
-        Largest relative Frobenius error of each head's output, kept with 95 % confidence when `rank` is None. With
-        `rank` given, a certificate above `tol` issues an `AccuracyWarning`.
+        Largest relative Frobenius error of each head's output, kept with 95 % confidence when `rank` is None and
+        `method` is not "pda". Otherwise a certificate above `tol` issues an `AccuracyWarning`.
     proj_dim : int, optional
         Project the head dimension to this many coordinates for the low-rank part.
     projection : {"pca", "srht", "gaussian", "orthogonal"}
@@ -68,7 +66,8 @@ def attention(
     scale : float, optional
         Factor on the logits, by default 1/sqrt(D).
     method : {"auto", "pda", "exact"}
-        "auto" computes exactly where that is cheaper or low rank does not keep `tol`; "pda" never gives up.
+        "auto" computes exactly where that is cheaper or, without `rank`, where low rank does not keep `tol`. "pda"
+        does so only where low rank would compute every row exactly anyway.
     device : {"auto", "cpu", "cuda"}
         Where to run. "auto" says in the info what it chose.
     seed : int
@@ -99,7 +98,7 @@ def attention(
     Warns
     -----
     AccuracyWarning
-        If `rank` is given and the certificate's limit exceeds `tol`.
+        If `rank` is given or `method` is "pda", and the certificate's limit exceeds `tol`.
 
     Notes
     -----
@@ -141,13 +140,14 @@ def attention(
     elif out is None:
         out = buffer.reshape(shape)
 
-    memory = plan.workspace(n, m, d, e, ranks[-1], problem.element.itemsize) if ranks else plan.exact_workspace(d, e)
+    memory = plan.workspace(n, m, d, e, ranks, problem.element.itemsize, heads)
     info = _info(results, lead, options, problem, device, device_reason, dtype, memory, clock)
-    if options.rank is not None and options.tol is not None and np.any(info.error_limit > options.tol):
+    insisted = options.rank is not None or options.method == "pda"
+    if insisted and options.tol is not None and np.any(info.error_limit > options.tol):
         worst = float(np.max(info.error_limit))
         warnings.warn(
-            f"the error may be as large as {worst:.2g} with rank={options.rank}, above tol={options.tol:.2g}; "
-            "rank=None chooses a rank that keeps tol, tol=None silences this",
+            f"the error may be as large as {worst:.2g}, above tol={options.tol:.2g}, with rank={options.rank} and "
+            f"method={options.method!r}; rank=None with method='auto' keeps tol, tol=None silences this",
             AccuracyWarning,
             stacklevel=2,
         )
@@ -257,9 +257,8 @@ def _output_buffer(out, shape, heads, dtype, element):
 def _low_rank_in_groups(problem, options, ranks, ranges, buffer, clock, progress):
     """Heads in groups that fit the workspace: their serial stages run side by side."""
     n, m, d, e = problem.shape
-    each = plan.workspace(n, m, d, e, ranks[-1], problem.element.itemsize)
-    size = max(1, int(_GROUP_BYTES // each))
     heads = np.arange(len(problem.query_head))
+    size = plan.together(n, m, d, e, ranks[-1], problem.element.itemsize, len(heads))
     groups = [heads[i : i + size] for i in range(0, len(heads), size)]
     run = _paper_variant if options.proj_dim is not None and not options.calibrate else low_rank
     results = []

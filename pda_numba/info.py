@@ -79,7 +79,8 @@ class AttentionInfo:
     flops : float
         Floating-point operations of the passes over keys and queries, all heads.
     workspace_bytes : int
-        Largest memory beyond inputs and output, by the plan's account.
+        Memory beyond inputs and output, by the plan's account. Heads are computed in groups that share 48 MiB, or one
+        by one where a head needs more.
     seconds : dict
         Wall time of each stage.
     """

@@ -18,6 +18,7 @@ RANKS = (64, 128, 256, 512)  # what the tol loop tries
 ROWS_PER_RANK = 4  # exact rows per landmark: half of them uniform, half drawn by leverage
 UNIFORM_AUDIT, WEIGHTED_AUDIT = 128, 64  # rows of a certificate
 CANDIDATES = 8192  # queries among which the leverage rows are drawn
+GROUP_BYTES = 48 * 2**20  # heads that are computed together share this much workspace
 WINDOWS = (0, 32, 128)  # what window="auto" chooses from
 
 # Pivoting and the fits of a head take as long as this many operations of the exact kernel: fixed + cubic R^3.
@@ -107,7 +108,7 @@ def ranks_to_try(n, m, d, e):
     return tuple(r for r in RANKS if r < m and 2 * ROWS_PER_RANK * r <= n and worth_trying(n, m, d, e, r))
 
 
-def workspace(n, m, d, e, rank, itemsize=4):
+def head_workspace(n, m, d, e, rank, itemsize):
     """Bytes beyond inputs and output for one head."""
     sampled = ROWS_PER_RANK * rank + UNIFORM_AUDIT + WEIGHTED_AUDIT
     uniform = ROWS_PER_RANK // 2 * rank + UNIFORM_AUDIT
@@ -117,6 +118,18 @@ def workspace(n, m, d, e, rank, itemsize=4):
     leverage = 3 * n * itemsize
     partial = 32 * sampled * (e + 2) * itemsize
     return masses + pool + fit + leverage + partial
+
+
+def together(n, m, d, e, rank, itemsize, heads):
+    """How many heads are computed together: as many as share GROUP_BYTES, at least one."""
+    return max(1, min(heads, int(GROUP_BYTES // head_workspace(n, m, d, e, rank, itemsize))))
+
+
+def workspace(n, m, d, e, ranks, itemsize, heads):
+    """Bytes beyond inputs and output."""
+    if not ranks:
+        return exact_workspace(d, e)
+    return together(n, m, d, e, ranks[-1], itemsize, heads) * head_workspace(n, m, d, e, ranks[-1], itemsize)
 
 
 def exact_workspace(d, e):
@@ -163,7 +176,7 @@ def plan(
         rows=n if choice == "exact" else min(n, ROWS_PER_RANK * first + UNIFORM_AUDIT + WEIGHTED_AUDIT),
         flops_pda=heads * (pda_flops(n, m, d, e, first, width) if ranks else 0.0),
         flops_exact=heads * exact_flops(n, m, d, e),
-        workspace_bytes=workspace(n, m, d, e, ranks[-1], itemsize) if ranks else exact_workspace(d, e),
+        workspace_bytes=workspace(n, m, d, e, ranks, itemsize, heads),
         reason=reason,
     )
 
