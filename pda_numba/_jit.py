@@ -13,6 +13,7 @@ a sum in several parts, the source says so (`kernels.scalar.fma`, `kernels.simd.
 """
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -26,6 +27,16 @@ shared = register_jitable
 # Numba's fallback threading layer ("workqueue") aborts the process when two Python threads enter parallel
 # code at once. A parallel kernel uses every core anyway, so nothing is lost by letting them in one by one.
 _ONE_AT_A_TIME = threading.Lock()
+
+
+def _unlock_in_child():
+    # A fork while another thread was in a kernel leaves the child's copy locked for good.
+    global _ONE_AT_A_TIME
+    _ONE_AT_A_TIME = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def _compile(function, *, parallel):

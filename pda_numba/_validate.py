@@ -8,7 +8,7 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel
-from .kernels.scalar import widen
+from .kernels.scalar import LOG2_E, widen
 from .kernels.simd import dot
 from .problem import Problem
 
@@ -43,7 +43,10 @@ def positive(name, value):
     """`value` as a finite float above zero."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or number <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
     return number
@@ -73,7 +76,7 @@ def options(rank, tol, window, proj_dim, method, projection="pca", calibrate=Tru
     return Options(
         rank=None if rank is None else whole("rank", rank, 1),
         tol=None if tol is None else positive("tol", tol),
-        window=None if window == "auto" else _window(window, max(n, m)),
+        window=None if isinstance(window, str) and window == "auto" else _window(window, max(n, m)),
         proj_dim=None if proj_dim is None else whole("proj_dim", proj_dim, 1, d, high_name=f"the head dimension {d}"),
         projection=choice("projection", projection, ("pca", "srht", "gaussian", "orthogonal")),
         calibrate=flag("calibrate", calibrate),
@@ -173,6 +176,8 @@ def build_problem(q, k, v, scale, seed):
     seed = whole("seed", seed, 0, 2**63 - 1, high_name="2**63 - 1")
     dtype = q.dtype
     element = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    if scale * LOG2_E > float(np.finfo(element).max):
+        raise ValueError(f"scale must be representable in {element}, got {scale!r}")
     query_head, key_head = _head_maps(q.shape[:-2], k.shape[:-2], lead)
     q, k, v = (_writable_alias(bits(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])) for x in (q, k, v))
     return Problem(q, k, v, query_head, key_head, element, scale, seed), lead, dtype
@@ -188,19 +193,39 @@ def _head_maps(q_lead, k_lead, lead):
     return (np.ascontiguousarray(np.broadcast_to(x, lead)).reshape(-1) for x in (q_index, k_index))
 
 
+def plain_array(name, value):
+    """`value` as an ordinary ndarray."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name} must be a NumPy array, got {type(value).__name__}")
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be a plain array; masked arrays are not supported")
+    return value.view(np.ndarray)
+
+
 def check_out(out, shape, dtype, **inputs):
     """`out` must be a writable array of the right shape and dtype that shares no memory with an input."""
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out must be a NumPy array, got {type(out).__name__}")
+    plain_array("out", out)
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if out.dtype != dtype:
         raise TypeError(f"out must have dtype {dtype}, like q, got {out.dtype}")
+    if _overlaps_itself(out):
+        raise ValueError("out must have room for every element, got an array whose elements share memory")
     if not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
     for name, array in inputs.items():
         if np.may_share_memory(out, array) and _shares_memory(out, array):
             raise ValueError(f"out must not overlap {name}: {name} is still read while out is written")
+
+
+def _overlaps_itself(array):
+    """Do two elements of one array lie over each other?"""
+    extent = array.itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (length - 1)
+    return False
 
 
 def _shares_memory(a, b):
@@ -214,13 +239,13 @@ def _shares_memory(a, b):
 
 
 @cpu_kernel
-def _scan_cpu(x, low, high, square, finite):
+def _scan_cpu(x, low, high, square, total, finite):
     heads, n, columns = x.shape
     pieces = finite.shape[1]
     for item in prange(heads * pieces):
         h, piece = item // pieces, item % pieces
         zero = low.dtype.type(0)
-        longest = 0.0
+        longest, together = 0.0, 0.0
         row, spoiled = np.empty((1, columns)), np.zeros(columns, low.dtype)  # squares of float32 may overflow
         for d in range(columns):
             low[h, piece, d] = np.inf
@@ -234,7 +259,8 @@ def _scan_cpu(x, low, high, square, finite):
                 high[h, piece, d] = value if value > high[h, piece, d] else high[h, piece, d]
             length = dot(row, 0, row, 0, columns)
             longest = length if length > longest else longest
-        square[h, piece] = longest
+            together += length
+        square[h, piece], total[h, piece] = longest, together
         finite[h, piece] = True
         for d in range(columns):
             finite[h, piece] &= spoiled[d] == 0
@@ -246,27 +272,52 @@ class Ranges:
 
     low: np.ndarray  # (key heads, E): smallest value of each column of v
     high: np.ndarray
-    rounding: np.ndarray  # (heads,): relative error that rounding alone may cause
+    slip: np.ndarray  # (heads,): root mean square error of an output row that rounding alone may cause
+    half_unit: float  # relative error of rounding to the dtype of the output
+
+    def rounding(self, head, n, size):
+        """Relative error that rounding alone may cause in n rows of one head whose Frobenius norm is `size`."""
+        return math.hypot(self.slip[head] * math.sqrt(n) / size, self.half_unit) if size > 0 else 0.0
 
 
-def scan(problem, *, check_finite):
-    """One pass over q, k and v; raises a ValueError that names the first array which is not finite."""
-    longest = {}
+def scan(problem, dtype, *, check_finite):
+    """One pass over q, k and v; raises a ValueError if one is not finite, or so large that a sum would overflow."""
+    longest, typical = {}, {}
     for name in ("q", "k", "v"):
         x = getattr(problem, name)
         shape = (x.shape[0], max(1, -(-x.shape[1] // _PIECE)))
         low, high = (np.empty((*shape, x.shape[2]), problem.element) for _ in range(2))
-        square, finite = np.empty(shape), np.empty(shape, np.bool_)
-        _scan_cpu(x, low, high, square, finite)
+        square, total, finite = np.empty(shape), np.empty(shape), np.empty(shape, np.bool_)
+        _scan_cpu(x, low, high, square, total, finite)
         if check_finite and not finite.all():
             place = _where(x, finite)
             raise ValueError(f"{name} must be finite, got NaN or infinity{place}; check_finite=False skips this test")
         longest[name] = np.sqrt(square.max(axis=1, initial=0))
+        typical[name] = np.sqrt(total.sum(axis=1) / max(x.shape[1], 1))
+    if check_finite:
+        _check_range(problem, longest)
     # A logit of size s |q| |k|, summed in D steps, is off by sqrt(D) eps times its size, the output by twice that.
-    logits = problem.scale * longest["q"][problem.query_head] * longest["k"][problem.key_head]
+    logits = problem.scale * typical["q"][problem.query_head] * longest["k"][problem.key_head]
     epsilon = float(np.finfo(problem.element).eps)
-    rounding = epsilon * (2.0 + math.sqrt(problem.q.shape[2]) * logits)
-    return Ranges(low.min(axis=1), high.max(axis=1), rounding)
+    slip = epsilon * (2.0 + math.sqrt(problem.q.shape[2]) * logits) * typical["v"][problem.key_head]
+    half_unit = {"float16": 2.0**-11, "bfloat16": 2.0**-9}.get(dtype.name, 0.0)
+    return Ranges(low.min(axis=1), high.max(axis=1), slip, half_unit)
+
+
+def _check_range(problem, longest):
+    """Sums of M values and logits must stay finite in the arithmetic of the call."""
+    limit = float(np.finfo(problem.element).max) / 8
+    q, k, v = (float(longest[name].max(initial=0.0)) for name in ("q", "k", "v"))
+    if v * problem.v.shape[1] > limit:
+        raise ValueError(
+            f"v must be small enough for sums over {problem.v.shape[1]:,} keys in {problem.element}, got {v:.3g}"
+        )
+    factor = problem.scale * LOG2_E
+    if max(q * factor, k, q * factor * k) > limit:
+        raise ValueError(
+            f"scale * q . k must be small enough for {problem.element}, got scale {problem.scale:.3g}, rows of q up to "
+            f"{q:.3g} and of k up to {k:.3g} long"
+        )
 
 
 def _where(x, finite):

@@ -120,15 +120,16 @@ def attention(
     for name, value in (("check_finite", check_finite), ("progress", progress), ("return_info", return_info)):
         _validate.flag(name, value)
     device, device_reason = resolve_device(device)
-    shape = (*lead, n, e)
+    shape, returned = (*lead, n, e), None
     if out is not None:
         _validate.check_out(out, shape, dtype, q=q, k=k, v=v)
+        returned, out = out, out.view(np.ndarray)
     announce_slow_compilation()
 
     clock, heads = Clock(), math.prod(lead)
     buffer, direct = _output_buffer(out, shape, heads, dtype, problem.element)
     with clock.stage("scan"):
-        ranges = _validate.scan(problem, check_finite=check_finite)
+        ranges = _validate.scan(problem, dtype, check_finite=check_finite)
     choice, ranks, reason = plan.decide(n, m, d, e, options) if n and e and heads else ("exact", (), "nothing to do")
     results = [HeadResult(method="exact", reason=reason) for _ in range(heads)]
     if choice == "pda":
@@ -151,6 +152,7 @@ def attention(
             AccuracyWarning,
             stacklevel=2,
         )
+    out = out if returned is None else returned
     return (out, info) if return_info else out
 
 
@@ -190,27 +192,26 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
     Estimate and limit are those of `attention`'s own certificate (see `pda_numba.certify`), without what only the fit
     knows: where errors sit in very few rows, the limit can be too low.
     """
-    problem, lead, _ = _validate.build_problem(q, k, v, scale, seed)
-    n_rows = _validate.whole("n_rows", n_rows, 1)
+    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed)
+    n_rows = min(_validate.whole("n_rows", n_rows, 1), max(problem.shape[0], 1))
     _validate.flag("check_finite", check_finite)
     resolve_device(device)
     shape = (*lead, problem.shape[0], problem.shape[3])
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out must be a NumPy array, got {type(out).__name__}")
+    out = _validate.plain_array("out", out)
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     _validate.same_dtype(out=out, q=q)
     if check_finite and not np.isfinite(out).all():
         raise ValueError("out must be finite, got NaN or infinity; check_finite=False skips this test")
     announce_slow_compilation()
-    ranges = _validate.scan(problem, check_finite=check_finite)
+    ranges = _validate.scan(problem, dtype, check_finite=check_finite)
     flat = out.reshape(math.prod(lead), *shape[-2:])
-    judged = [_judge_head(problem, h, flat[h], n_rows, ranges.rounding[h]) for h in range(math.prod(lead))]
+    judged = [_judge_head(problem, h, flat[h], n_rows, ranges) for h in range(math.prod(lead))]
     columns = (np.array(c).reshape(lead) for c in zip(*judged, strict=True))
     return ErrorEstimate(*columns)
 
 
-def _judge_head(problem, head, out, n_rows, rounding):
+def _judge_head(problem, head, out, n_rows, ranges):
     n = problem.shape[0]
     if n == 0 or out.shape[1] == 0:
         return 0.0, 0.0, 0.0, 1.0, 0
@@ -236,7 +237,8 @@ def _judge_head(problem, head, out, n_rows, rounding):
         (none, none, none),
         replaced=False,
     )
-    return error, math.hypot(limit, rounding), worst, share, len(audit.rows)
+    size = math.sqrt(np.square(truth).sum() * n / len(truth))
+    return error, math.hypot(limit, ranges.rounding(head, n, size)), worst, share, len(audit.rows)
 
 
 # --- the parts of `attention` ---
@@ -283,12 +285,13 @@ def _paper_variant(problem, heads, options, ranks, ranges, buffer, clock):
         projected = project.projected_problem(problem, heads, options.proj_dim, options.projection)
     inner = dataclasses.replace(options, proj_dim=None, method="pda", tol=None)
     local = np.empty((len(heads), *buffer.shape[1:]), buffer.dtype)
-    spread = _validate.Ranges(ranges.low, ranges.high, ranges.rounding[heads])
+    own = problem.key_head[heads]
+    spread = dataclasses.replace(ranges, low=ranges.low[own], high=ranges.high[own], slip=ranges.slip[heads])
     results = low_rank(projected, np.arange(len(heads)), inner, ranks[:1], spread, local, clock)
     with clock.stage("certify"):
         for h, (head, result) in enumerate(zip(heads, results, strict=True)):
             buffer[head] = local[h]
-            judged = _judge_head(problem, head, local[h], certify.UNIFORM, ranges.rounding[head])
+            judged = _judge_head(problem, head, local[h], certify.UNIFORM, ranges)
             result.error, result.error_limit, result.row_error, result.row_share, result.rows = judged
             if options.rank is None and options.method == "auto" and options.tol and result.error_limit > options.tol:
                 result.method, result.reason = "exact", "the projected problem does not keep tol"
@@ -311,8 +314,8 @@ def _exact_heads(problem, results, ranges, buffer, clock):
         result = results[h]
         result.rank = result.effective_rank = result.window = result.flagged_rows = result.fallback_rows = 0
         result.rows, result.row_share = n, 1.0
-        result.error = 2.0 * float(np.finfo(problem.element).eps)  # what rounding costs as a rule
-        result.error_limit = result.row_error = float(ranges.rounding[h])  # and at most
+        size = math.sqrt(np.square(buffer[h], dtype=np.float64).sum())
+        result.error = result.error_limit = result.row_error = ranges.rounding(h, n, size)
         result.flops += plan.exact_flops(n, m, d, e)
 
 

@@ -161,7 +161,8 @@ def judge(audit, error, exact_norm, out_norm, rest_norm, known_norm, n, left_out
     known = known_norm + exact_norm.sum() + rest_norm
     total = max(known + (expand * difference).sum(), 0.2 * known)
     if total <= 0:
-        return 0.0, 0.0, 0.0, share_of_rows(audit.uniform.sum())
+        wrong = math.inf if error.sum() > 0 else 0.0  # nothing to be right about: any error is infinitely large
+        return wrong, wrong, wrong, share_of_rows(audit.uniform.sum())
     deviation = error - left / total * difference
     variance = (expand / audit.pi * deviation**2).sum()
     pseudo = max(expanded.max(initial=0.0), _left_out_pseudo(audit, *left_out))

@@ -6,6 +6,8 @@ def resolve_device(device):
 
     This release has CPU drivers only, so "cuda" is an error that says so, and "auto" names its reason.
     """
+    if not isinstance(device, str):
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
     if device == "cpu":
         return "cpu", "asked for"
     if device == "auto":

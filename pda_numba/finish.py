@@ -122,7 +122,8 @@ def _certify(problem, heads, solved, which, leverage, reach, exact, known, norm,
             n,
             left_out,
         )
-        result.error_limit = math.hypot(result.error_limit, ranges.rounding[head])
+        size = math.sqrt(known[h] + norm[h][~exact[h]].sum(dtype=np.float64))
+        result.error_limit = math.hypot(result.error_limit, ranges.rounding(head, n, size))
         out[head, audit.rows] = values[h, :used]
         exact[h, audit.rows] = True
         result.rows = int(exact[h].sum())

@@ -457,3 +457,22 @@ def test_outlier_queries_are_mended():
         exact = naive.attention(q, k, v)
         assert naive.relative(out, exact) <= 1.1 * info.error_limit
         assert naive.row_errors(out, exact).max() < 3.0  # clipped to the values, so never far off
+
+
+def test_paper_variant_with_shared_key_heads(rng):
+    """calibrate=False clips every query head to the values of its own key head."""
+    q, k, v = (rng.standard_normal((heads, 1000, 8), np.float32) for heads in (8, 2, 2))
+    v[1] *= 100
+    options = {"rank": 32, "proj_dim": 8, "calibrate": False, "tol": None, "method": "pda"}
+    shared = attention(q, k, v, **options)
+    alone = attention(q, k.repeat(4, axis=0), v.repeat(4, axis=0), **options)
+    np.testing.assert_array_equal(shared, alone)
+    assert (np.abs(shared).max(axis=(1, 2)) <= np.abs(v).max(axis=(1, 2)).repeat(4)).all()
+
+
+def test_limit_of_exact_heads_allows_for_cancellation(rng):
+    """Values that average out: rounding is small beside them, not beside the output."""
+    q, k = (rng.standard_normal((4000, 8), np.float32) * np.float32(s) for s in (1e-2, 1e-2))
+    v = np.where(np.arange(4000)[:, None] % 2, 1, -1).astype(np.float32)
+    out, info = attention(q, k, v, method="exact", return_info=True)
+    assert naive.relative(out, naive.attention(q, k, v)) <= info.error_limit

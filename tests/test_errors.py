@@ -321,3 +321,20 @@ def test_random_shapes(a, b, c):
     else:
         assert out.shape == (*out.shape[:-2], a[-2], c[-1])
         np.testing.assert_allclose(out, 1.0, rtol=1e-6)  # five roundings
+
+
+def test_out_that_overlaps_itself_is_refused(rng):
+    q, k, v = (rng.standard_normal((50, 3), np.float32) for _ in range(3))
+    out = np.lib.stride_tricks.as_strided(np.zeros(200, np.float32), (50, 3), (4, 4))
+    with pytest.raises(ValueError, match="out must have room for every element"):
+        pda_numba.attention(q, k, v, out=out)
+
+
+def test_sums_that_would_overflow_are_refused():
+    zero, large = np.zeros((4000, 8), np.float32), np.full((4000, 2), 1e36, np.float32)
+    with pytest.raises(ValueError, match="v must be small enough"):
+        pda_numba.attention(zero, zero, large)
+    with pytest.raises(ValueError, match="scale must be representable"):
+        pda_numba.attention(zero, zero, zero, scale=1e300)
+    with pytest.raises(ValueError, match=r"q \. k must be small enough"):
+        pda_numba.attention(zero + np.float32(1e25), zero + np.float32(1e25), zero)
