@@ -6,6 +6,10 @@
     A driver for the CPU: `numba.njit(parallel=True)`, cached on disk, one at a time.
 `serial_kernel`
     The same on one core, for small work.
+`cuda_kernel`
+    A driver for an NVIDIA GPU: `numba.cuda.jit`, compiled at its first launch.
+`device_body`
+    A body of CUDA drivers alone, always inlined.
 
 There is no fast-math anywhere: the compiler may not reorder or contract what is written, so that a result does not
 depend on how a kernel was inlined, compiled afresh or loaded from the cache. Where speed wants a fused multiply-add or
@@ -17,10 +21,11 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 import numba
-from numba.core import event
-from numba.extending import register_jitable
+from numba.core import config, event
+from numba.extending import overload, register_jitable
 
 shared = register_jitable
 
@@ -95,3 +100,66 @@ class _CompileNotice(event.Listener):
 def announce_slow_compilation():
     """Install the notice above (called on the first kernel use, not at import)."""
     event.register("numba:compile", _CompileNotice())
+
+
+# --- CUDA: nothing here imports numba.cuda before a kernel is launched (half a second, and a driver) ---
+
+
+class _LazyCuda:
+    """Stands for the module `numba.cuda` in the files with CUDA drivers until the first of them is used."""
+
+    def __getattr__(self, name):
+        return getattr(import_cuda(), name)
+
+
+cuda: Any = _LazyCuda()
+
+
+@functools.cache  # once per process
+def import_cuda():
+    """`numba.cuda`, put in the place of its stand-in in every module of the package: the compiler reads globals."""
+    from numba import cuda as module
+
+    stand_in = cuda
+    for name, loaded in list(sys.modules.items()):
+        if name.split(".")[0] == __package__ and vars(loaded).get("cuda") is stand_in:
+            loaded.cuda = module  # type: ignore[attr-defined]
+    return module
+
+
+def device_body(function):
+    """A body of CUDA drivers alone (a schedule, not arithmetic), inlined wherever it is called.
+
+    Accumulators stay in registers only if all that touches them is inlined and unrolled.
+    """
+    overload(function, jit_options={"forceinline": True}, strict=False, target="cuda")(lambda *args: function)
+    return function
+
+
+SIMULATED_TEAM = 64
+
+
+class CudaKernel:
+    """A driver for an NVIDIA GPU, compiled at its first launch and cached on disk."""
+
+    def __init__(self, function, threads, blocks_per_multiprocessor):
+        self.function, self.threads = function, threads
+        self.bounds = (threads, blocks_per_multiprocessor)
+        functools.update_wrapper(self, function)
+
+    @functools.cached_property
+    def compiled(self):
+        module = import_cuda()
+        if config.ENABLE_CUDASIM:
+            return module.jit(self.function)
+        return module.jit(cache=True, launch_bounds=self.bounds)(self.function)
+
+    def launch(self, grid, stream, *args):
+        # The simulator takes its time over every thread; bodies work with teams of any size.
+        threads = min(self.threads, SIMULATED_TEAM) if config.ENABLE_CUDASIM else self.threads
+        self.compiled[grid, threads, stream](*args)
+
+
+def cuda_kernel(threads, blocks_per_multiprocessor=1):
+    """Compile a function as a CUDA driver with so many threads per block."""
+    return lambda function: CudaKernel(function, threads, blocks_per_multiprocessor)

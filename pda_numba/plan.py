@@ -18,6 +18,7 @@ RANKS = (64, 128, 256, 512)  # what the tol loop tries
 ROWS_PER_RANK = 4  # exact rows per landmark: half of them uniform, half drawn by leverage
 UNIFORM_AUDIT, WEIGHTED_AUDIT = 128, 64  # rows of a certificate
 CANDIDATES = 8192  # queries among which the leverage rows are drawn
+PANEL = 64  # queries that are drawn as candidates together: one panel of the apply pass, on every device
 GROUP_BYTES = 48 * 2**20  # heads that are computed together share this much workspace
 WINDOWS = (0, 32, 128)  # what window="auto" chooses from
 

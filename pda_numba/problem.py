@@ -1,29 +1,32 @@
 """The flattened problem that every stage works on: three-axis arrays, which head reads which keys, the scale."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from .device import CPU
 from .kernels.scalar import LOG2_E
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`q (Hq, N, D)`, `k (Hk, M, D)`, `v (Hk, M, E)`; head h reads the queries of
+    """`q (Hq, N, D)`, `k (Hk, M, D)`, `v (Hk, M, E)`, in the memory of `device`; head h reads the queries of
     `query_head[h]` and the keys of `key_head[h]`.
 
     16-bit floats are seen as integers of the same width (`kernels.scalar.widen`); `element` is the dtype of the
-    arithmetic, `factor` the logits' scale in units of log 2.
+    arithmetic, `factor` the logits' scale in units of log 2. Heads are numbered on the host.
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
+    q: Any
+    k: Any
+    v: Any
     query_head: np.ndarray
     key_head: np.ndarray
     element: np.dtype
     scale: float
     seed: int
+    device: Any = CPU
 
     @property
     def factor(self):
@@ -36,4 +39,10 @@ class Problem:
 
     def arrays(self, heads):
         """What every driver begins with: the arrays, and for each head of the call its place in them."""
-        return self.q, self.k, self.v, self.query_head[heads], self.key_head[heads]
+        return self.q, self.k, self.v, self.query_heads(heads), self.key_heads(heads)
+
+    def query_heads(self, heads):
+        return self.device.upload(self.query_head[heads])
+
+    def key_heads(self, heads):
+        return self.device.upload(self.key_head[heads])

@@ -1,0 +1,66 @@
+"""Movement of data on the device, and the team's reductions."""
+
+import numpy as np
+import pytest
+import simulator
+from common import host
+
+from pda_numba._jit import cuda_kernel
+from pda_numba.device import CPU, Cuda
+from pda_numba.kernels.team import barrier, member, members, part, sum_before, team_max, team_sum
+
+pytestmark = pytest.mark.cudasim
+
+
+@pytest.fixture
+def device():
+    return Cuda()
+
+
+def test_movers_do_what_numpy_does(device, rng):
+    a, b = rng.standard_normal((3, 5, 2)), rng.standard_normal((3, 1, 2))
+    index = np.array([2, 0, 0, 1])
+    on_a, on_b = device.upload(a), device.upload(b)
+    np.testing.assert_array_equal(host(device.concatenate([on_a, on_b])), CPU.concatenate([a, b]))
+    np.testing.assert_array_equal(host(device.take(on_a, index)), a[index])
+    np.testing.assert_array_equal(host(device.take(on_a, device.upload(index))), a[index])
+    np.testing.assert_array_equal(host(device.repeat(on_a, 3)), CPU.repeat(a, 3))
+    assert not host(device.zeros((3, 700), np.float32)).any()
+
+
+def test_arena_gives_every_array_its_own_memory(device):
+    arrays = [device.empty((size,), np.int64) for size in (1, 31, 32, 33, 10**7)]
+    for value, array in enumerate(arrays):
+        array.copy_to_device(np.full(array.shape, value, np.int64))
+    for value, array in enumerate(arrays):
+        assert (host(array) == value).all()
+    device.recycle()
+    assert len(device.chunks) == 2
+    assert device.empty((0, 3), np.float32).shape == (0, 3)
+
+
+@cuda_kernel(64)
+def _reduce(x, out):
+    start, stop = part(x.shape[0])
+    own = x[0] - x[0]
+    for i in range(start, stop):
+        own += x[i]
+    out[0] = team_sum(own)
+    out[1] = team_max(own)
+    before = sum_before(stop - start)
+    if member() == members() - 1:
+        out[2] = before + stop - start
+    barrier()
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 97, 500])
+def test_reductions(size, rng, device):
+    x, out = rng.standard_normal(size), np.zeros(3)
+    _reduce.launch(1, 0, x, out)
+    per_member = -(-size // 64)
+    sums = [x[i : i + per_member].sum() for i in range(0, 64 * per_member, per_member)]
+    np.testing.assert_allclose(out, [x.sum(), max(sums), size], rtol=1e-12, atol=1e-12)
+    again = np.zeros(3)
+    with simulator.backwards():
+        _reduce.launch(1, 0, x, again)
+    np.testing.assert_array_equal(out, again)

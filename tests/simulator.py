@@ -1,0 +1,93 @@
+"""Numba's CUDA simulator with its threads taken in turn, for speed and for tests of races.
+
+The simulator runs every CUDA thread in a thread of the operating system, and asks them in a loop whether they wait at
+a barrier: minutes for what takes a second here, where the threads of a block are fibers (greenlets) and each runs until
+its next barrier. The order is fixed, forwards or backwards, so that a missing barrier gives a wrong result every time.
+Shared memory starts as NaN.
+"""
+
+import contextlib
+import sys
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+from numba.cuda.simulator import kernel, kernelapi
+
+_BACKWARDS = [False]
+_SKIPPED: set = set()
+_SEEN: set = set()
+
+
+class _Fiber(greenlet):
+    def __init__(self, run, block, thread):
+        super().__init__(run)
+        self.blockIdx, self.threadIdx = kernelapi.Dim3(*block), kernelapi.Dim3(*thread)
+
+
+class _Block(kernel.BlockManager):
+    def run(self, grid_point, *args):
+        points = list(np.ndindex(*self._block_dim))
+        live = [_Fiber(lambda: self._f(*args), grid_point, point) for point in points]
+        while live:
+            for fiber in reversed(live) if _BACKWARDS[0] else live:
+                fiber.switch()
+            live = [fiber for fiber in live if not fiber.dead]
+
+
+class _Shared(kernelapi.FakeCUDAShared):
+    def array(self, shape, dtype, alignment=None):
+        frame = sys._getframe(1)
+        place = frame.f_code.co_filename, frame.f_lineno
+        if place not in self._allocations:
+            dtype = kernelapi.numpy_support.as_dtype(dtype) if hasattr(dtype, "bitwidth") else np.dtype(dtype)
+            fresh = np.zeros(shape, dtype)
+            self._allocations[place] = fresh
+            fresh[...] = np.nan if dtype.kind == "f" else np.iinfo(dtype).max if dtype.kind in "iu" else True
+        return self._allocations[place]
+
+
+def _barrier(self=None):
+    frame = sys._getframe(1)
+    if frame.f_code.co_name == "barrier":
+        frame = frame.f_back
+    place = frame.f_code.co_filename, frame.f_lineno
+    _SEEN.add(place)
+    if place not in _SKIPPED:
+        getcurrent().parent.switch()
+
+
+def install():
+    """Put the fibers in place of the simulator's threads, for the whole process."""
+    kernel.BlockManager = _Block
+    kernelapi.FakeCUDAShared = _Shared
+    kernelapi.FakeCUDAModule.threadIdx = property(lambda self: getcurrent().threadIdx)
+    kernelapi.FakeCUDAModule.blockIdx = property(lambda self: getcurrent().blockIdx)
+    kernelapi.FakeCUDAModule.syncthreads = _barrier
+    kernel.FakeWithinKernelCUDAArray = lambda array: array._ary  # plain arrays index faster than their wrappers
+
+
+@contextlib.contextmanager
+def backwards():
+    """Run the threads of every block from the last to the first."""
+    _BACKWARDS[0] = True
+    try:
+        yield
+    finally:
+        _BACKWARDS[0] = False
+
+
+@contextlib.contextmanager
+def without_barrier(place):
+    """Take out the barrier at (file, line)."""
+    _SKIPPED.add(place)
+    try:
+        yield
+    finally:
+        _SKIPPED.discard(place)
+
+
+@contextlib.contextmanager
+def barriers_met():
+    """The set of the places of all barriers that are met inside."""
+    _SEEN.clear()
+    yield _SEEN
