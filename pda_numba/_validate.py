@@ -5,11 +5,9 @@ import operator
 from dataclasses import dataclass
 
 import numpy as np
-from numba import prange
 
-from ._jit import cpu_kernel
-from .kernels.scalar import LOG2_E, widen
-from .kernels.simd import dot
+from . import _arrays
+from .kernels.scalar import LOG2_E
 from .problem import Problem
 
 _NAMES = "float16, float32, float64 or bfloat16"
@@ -93,9 +91,16 @@ def _window(window, length):
 # --- arrays ---
 
 
-def float_array(name, value):
+def _type(value):
+    """What the type of a value is called, with its library."""
+    kind = type(value)
+    root = kind.__module__.split(".")[0]
+    return kind.__name__ if root in ("builtins", "numpy") else f"{root}.{kind.__name__}"
+
+
+def float_array(name, value, *, wanted="a NumPy array"):
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{name} must be a NumPy array of {_NAMES}, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {wanted} of {_NAMES}, got {_type(value)}")
     if value.dtype.name not in ("float16", "float32", "float64", "bfloat16"):
         raise TypeError(f"{name} must be an array of {_NAMES}, got dtype {value.dtype}")
     if not value.dtype.isnative:
@@ -105,6 +110,32 @@ def float_array(name, value):
     if value.ndim < 2:
         raise ValueError(f"{name} must have at least two axes (..., tokens, dim), got shape {value.shape}")
     return value.view(np.ndarray)
+
+
+def any_array(name, value):
+    """A NumPy array, or the description of an array on a GPU."""
+    array = _arrays.describe(name, value)
+    if array is None:
+        return float_array(name, value, wanted="a NumPy array or an array on a GPU,")
+    if array.ndim < 2:
+        raise ValueError(f"{name} must have at least two axes (..., tokens, dim), got shape {array.shape}")
+    return array
+
+
+def same_place(**arrays):
+    """All on the host, or all on one GPU."""
+    (first, a), *others = arrays.items()
+    for name, b in others:
+        if isinstance(a, np.ndarray) != isinstance(b, np.ndarray):
+            raise TypeError(
+                f"{first} and {name} must both be NumPy arrays or both on a GPU, got {_where_is(a)} and {_where_is(b)}"
+            )
+        if not isinstance(a, np.ndarray) and a.ordinal != b.ordinal and None not in (a.ordinal, b.ordinal):
+            raise TypeError(f"{first} and {name} must be on the same GPU, got GPU {a.ordinal} and GPU {b.ordinal}")
+
+
+def _where_is(array):
+    return "a NumPy array" if isinstance(array, np.ndarray) else f"{_type(array.given)} on a GPU"
 
 
 def same_dtype(**arrays):
@@ -146,7 +177,7 @@ def shapes(q, k, v):
 
 def bits(array):
     """16-bit floats as integers of the same width (see kernels.scalar.widen); anything else as it is."""
-    return array.view({"float16": np.uint16, "bfloat16": np.int16}.get(array.dtype.name, array.dtype))
+    return array.view(_arrays.stored_dtype(array.dtype))
 
 
 class _Alias:
@@ -167,9 +198,13 @@ def _writable_alias(array):
     return array if array.flags.writeable or not array.size else np.asarray(_Alias(array))
 
 
-def build_problem(q, k, v, scale, seed):
-    """Check q, k and v and flatten them; returns (problem, leading shape of the output, dtype of the output)."""
-    q, k, v = float_array("q", q), float_array("k", k), float_array("v", v)
+def build_problem(q, k, v, scale, seed, *, accept=float_array):
+    """Check q, k and v and flatten them; returns (problem, leading shape of the output, dtype of the output).
+
+    With `accept=any_array` they may be on a GPU: the problem then holds them as `_arrays.Stacks`.
+    """
+    q, k, v = accept("q", q), accept("k", k), accept("v", v)
+    same_place(q=q, k=k, v=v)
     same_dtype(q=q, k=k, v=v)
     lead = shapes(q.shape, k.shape, v.shape)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else positive("scale", scale)
@@ -179,8 +214,15 @@ def build_problem(q, k, v, scale, seed):
     if scale * LOG2_E > float(np.finfo(element).max):
         raise ValueError(f"scale must be representable in {element}, got {scale!r}")
     query_head, key_head = _head_maps(q.shape[:-2], k.shape[:-2], lead)
-    q, k, v = (_writable_alias(bits(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])) for x in (q, k, v))
+    flatten = _flat if isinstance(q, np.ndarray) else _arrays.stacked
+    q, k, v = flatten(q), flatten(k), flatten(v)
+    if flatten is not _flat:  # keys and values are found under one number
+        k, v = k.cut(min(k.size, v.size)), v.cut(min(k.size, v.size))
     return Problem(q, k, v, query_head, key_head, element, scale, seed), lead, dtype
+
+
+def _flat(array):
+    return _writable_alias(bits(array).reshape(math.prod(array.shape[:-2]), *array.shape[-2:]))
 
 
 def _head_maps(q_lead, k_lead, lead):
@@ -203,19 +245,39 @@ def plain_array(name, value):
 
 
 def check_out(out, shape, dtype, **inputs):
-    """`out` must be a writable array of the right shape and dtype that shares no memory with an input."""
-    plain_array("out", out)
-    if out.shape != shape:
-        raise ValueError(f"out must have shape {shape}, got {out.shape}")
-    if out.dtype != dtype:
-        raise TypeError(f"out must have dtype {dtype}, like q, got {out.dtype}")
-    if _overlaps_itself(out):
+    """`out` must be a writable array of the right shape and dtype that shares no memory with an input.
+
+    Returns it, or its description where the inputs (NumPy arrays or `GpuArray`s) are on a GPU.
+    """
+    on_gpu = not all(isinstance(array, np.ndarray) for array in inputs.values())
+    array = _arrays.describe("out", out) if on_gpu else plain_array("out", out)
+    if array is None:
+        raise TypeError(f"out must be on a GPU, like q, got {_type(out)}")
+    if array.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {array.shape}")
+    if array.dtype != dtype:
+        raise TypeError(f"out must have dtype {dtype}, like q, got {array.dtype}")
+    memory, *read = (x.shadow() if on_gpu else x for x in (array, *inputs.values()))
+    if _overlaps_itself(memory):
         raise ValueError("out must have room for every element, got an array whose elements share memory")
-    if not out.flags.writeable:
+    if not (array.writable if on_gpu else array.flags.writeable):
         raise ValueError("out must be writable, got a read-only array")
-    for name, array in inputs.items():
-        if np.may_share_memory(out, array) and _shares_memory(out, array):
+    for name, other in zip(inputs, read, strict=True):
+        if np.may_share_memory(memory, other) and _shares_memory(memory, other):
             raise ValueError(f"out must not overlap {name}: {name} is still read while out is written")
+    return array if on_gpu else out
+
+
+def output_to_judge(out, shape, q, **_others):
+    """`out` must be an array of the right shape and dtype, beside `q`; returns it, or its description on a GPU."""
+    on_gpu = not isinstance(q, np.ndarray)
+    array = _arrays.describe("out", out) if on_gpu else plain_array("out", out)
+    if array is None:
+        raise TypeError(f"out must be on a GPU, like q, got {_type(out)}")
+    if array.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {array.shape}")
+    same_dtype(out=array, q=q)
+    return array
 
 
 def _overlaps_itself(array):
@@ -233,101 +295,3 @@ def _shares_memory(a, b):
         return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True  # too tangled to tell: treated as overlapping
-
-
-# --- values: one scan finds what is not finite, the range of every value column, and the longest rows ---
-
-
-@cpu_kernel
-def _scan_cpu(x, low, high, square, total, finite):
-    heads, n, columns = x.shape
-    pieces = finite.shape[1]
-    for item in prange(heads * pieces):
-        h, piece = item // pieces, item % pieces
-        zero = low.dtype.type(0)
-        longest, together = 0.0, 0.0
-        row, spoiled = np.empty((1, columns)), np.zeros(columns, low.dtype)  # squares of float32 may overflow
-        for d in range(columns):
-            low[h, piece, d] = np.inf
-            high[h, piece, d] = -np.inf
-        for i in range(piece * _PIECE, min(n, (piece + 1) * _PIECE)):
-            for d in range(columns):
-                value = low.dtype.type(widen(x[h, i, d]))
-                row[0, d] = value
-                spoiled[d] += value * zero  # NaN as soon as one value is not finite
-                low[h, piece, d] = value if value < low[h, piece, d] else low[h, piece, d]
-                high[h, piece, d] = value if value > high[h, piece, d] else high[h, piece, d]
-            length = dot(row, 0, row, 0, columns)
-            longest = length if length > longest else longest
-            together += length
-        square[h, piece], total[h, piece] = longest, together
-        finite[h, piece] = True
-        for d in range(columns):
-            finite[h, piece] &= spoiled[d] == 0
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """What one pass over the inputs found out."""
-
-    low: np.ndarray  # (key heads, E): smallest value of each column of v
-    high: np.ndarray
-    slip: np.ndarray  # (heads,): root mean square error of an output row that rounding alone may cause
-    half_unit: float  # relative error of rounding to the dtype of the output
-
-    def rounding(self, head, n, size):
-        """Relative error that rounding alone may cause in n rows of one head whose Frobenius norm is `size`."""
-        return math.hypot(self.slip[head] * math.sqrt(n) / size, self.half_unit) if size > 0 else 0.0
-
-
-def scan(problem, dtype, *, check_finite):
-    """One pass over q, k and v; raises a ValueError if one is not finite, or so large that a sum would overflow."""
-    longest, typical = {}, {}
-    for name in ("q", "k", "v"):
-        x = getattr(problem, name)
-        shape = (x.shape[0], max(1, -(-x.shape[1] // _PIECE)))
-        low, high = (np.empty((*shape, x.shape[2]), problem.element) for _ in range(2))
-        square, total, finite = np.empty(shape), np.empty(shape), np.empty(shape, np.bool_)
-        _scan_cpu(x, low, high, square, total, finite)
-        if check_finite and not finite.all():
-            place = _where(x, finite)
-            raise ValueError(f"{name} must be finite, got NaN or infinity{place}; check_finite=False skips this test")
-        longest[name] = np.sqrt(square.max(axis=1, initial=0))
-        typical[name] = np.sqrt(total.sum(axis=1) / max(x.shape[1], 1))
-    if check_finite:
-        _check_range(problem, longest)
-    # A logit of size s |q| |k|, summed in D steps, is off by sqrt(D) eps times its size, the output by twice that.
-    logits = problem.scale * typical["q"][problem.query_head] * longest["k"][problem.key_head]
-    epsilon = float(np.finfo(problem.element).eps)
-    slip = epsilon * (2.0 + math.sqrt(problem.q.shape[2]) * logits) * typical["v"][problem.key_head]
-    half_unit = {"float16": 2.0**-11, "bfloat16": 2.0**-9}.get(dtype.name, 0.0)
-    return Ranges(low.min(axis=1), high.max(axis=1), slip, half_unit)
-
-
-def _check_range(problem, longest):
-    """Sums of M values and logits must stay finite in the arithmetic of the call."""
-    limit = float(np.finfo(problem.element).max) / 8
-    q, k, v = (float(longest[name].max(initial=0.0)) for name in ("q", "k", "v"))
-    if v * problem.v.shape[1] > limit:
-        raise ValueError(
-            f"v must be small enough for sums over {problem.v.shape[1]:,} keys in {problem.element}, got {v:.3g}"
-        )
-    factor = problem.scale * LOG2_E
-    if max(q * factor, k, q * factor * k) > limit:
-        raise ValueError(
-            f"scale * q . k must be small enough for {problem.element}, got scale {problem.scale:.3g}, rows of q up to "
-            f"{q:.3g} and of k up to {k:.3g} long"
-        )
-
-
-def _where(x, finite):
-    head, piece = np.argwhere(~finite)[0]
-    rows = x[head, piece * _PIECE : (piece + 1) * _PIECE]
-    rows = rows.view({"uint16": np.float16}.get(rows.dtype.name, rows.dtype))
-    if rows.dtype == np.int16:
-        bad = (rows & 0x7F80) == 0x7F80
-    else:
-        bad = ~np.isfinite(rows)
-    row, column = np.argwhere(bad)[0]
-    place = f"token {piece * _PIECE + row}, column {column}"
-    return f" at {place}" if x.shape[0] == 1 else f" at head {head}, {place}"

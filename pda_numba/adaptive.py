@@ -11,7 +11,7 @@ method.
 import numpy as np
 
 from .finish import finish
-from .results import HeadResult
+from .results import LEAVE_ONE_OUT, SIZE, SLOPE, HeadResult, note
 from .solve import solve, uniform_part
 
 # A rank whose leave-one-out error exceeds this multiple of tol is not worth a certificate.
@@ -29,27 +29,31 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock):
         last = rank == ranks[-1]
         sample = uniform_part(problem, active, sample, rank, results, clock)
         solved = solve(problem, active, sample, options, rank, results, clock, slope=not last)
-        for h, head in enumerate(active):
-            results[head].leave_one_out = float(solved.loo[h])
-        worth = np.ones(len(active), bool)
-        if not fixed and not (last and options.method == "pda"):
-            worth = solved.loo <= _HOPE * options.tol
-        if worth.any():
-            finish(problem, active, worth, solved, rank, ranges, out, results, clock)
+        certain = fixed or (last and options.method == "pda")
+        hope = np.inf if certain else _HOPE * options.tol
+        # The only wait for the device: what the step found out about every head.
+        report = problem.device.download(finish(problem, active, solved, rank, hope, ranges, out, clock))
+        loo = report[:, LEAVE_ONE_OUT]
+        worth = certain | (loo <= hope)
+        for row, head, finished in zip(report, active, worth, strict=True):
+            results[head].leave_one_out = float(row[LEAVE_ONE_OUT])
+            if finished:
+                note(problem, results[head], row, rank, ranges.rounding(head, problem.shape[0], row[SIZE]))
         limits = np.array([results[h].error_limit for h in active])
         done = worth & (fixed | (limits <= (options.tol or np.inf)))
         for head in active[done]:
             results[head].reason = "fixed rank" if fixed else "tol is met"
-        slope = solved.slope if previous is None else np.log2(previous / np.maximum(solved.loo, 1e-300))
-        over = np.full(len(active), last) | ~_may_reach(solved.loo, slope, options.tol, ranks[-1] / rank)
+        slope = report[:, SLOPE] if previous is None else np.log2(previous / np.maximum(loo, 1e-300))
+        over = np.full(len(active), last) | ~_may_reach(loo, slope, options.tol, ranks[-1] / rank)
         if options.method == "pda":
             over = np.full(len(active), last)
         for head in active[over & ~done]:
             _give_up(results[head], options, last)
         left = ~done & ~over
-        active, sample, previous = active[left], solved.sample.keep(left), solved.loo[left]
+        active, previous = active[left], loo[left]
         if not len(active):
             break
+        sample = solved.sample.keep(left)
     return [results[h] for h in heads]
 
 

@@ -1,17 +1,20 @@
 """The public calls: validation in its order, and dispatch to the stages."""
 
+import contextlib
 import dataclasses
 import math
 import warnings
 
 import numpy as np
 
-from . import _validate, certify, draw, plan, project
+from . import _validate, certify, holdout, plan, project
 from ._jit import announce_slow_compilation
+from ._place import place, place_of_output
+from ._streamed import Streamed
 from .adaptive import low_rank
-from .device import resolve_device
+from .device import estimated_seconds, gpu_name, on_gpu, resolve_device
 from .info import AccuracyWarning, AttentionInfo, Clock, ErrorEstimate
-from .results import HeadResult
+from .results import COLUMNS, ERROR, HELD_OUT_ROWS, LIMIT, ROW_ERROR, ROW_SHARE, SIZE, HeadResult
 from .rows import rows
 
 
@@ -43,11 +46,12 @@ def attention(
 
     Parameters
     ----------
-    q : ndarray, shape (..., Hq, N, D)
-        Queries, float16, float32, float64 or bfloat16. Two axes are one head. Any strides.
-    k : ndarray, shape (..., Hkv, M, D)
+    q : array, shape (..., Hq, N, D)
+        Queries, float16, float32, float64 or bfloat16. Two axes are one head. Any strides. NumPy's, or an array on a
+        GPU (CuPy, PyTorch, JAX, Numba, ...), which is read where it lies.
+    k : array, shape (..., Hkv, M, D)
         Keys. Leading axes broadcast with those of `q`; `Hq` is a multiple of `Hkv` (query heads share key heads).
-    v : ndarray, shape (..., Hkv, M, E)
+    v : array, shape (..., Hkv, M, E)
         Values.
     rank : int, optional
         Number of landmarks. By default the smallest of 64, 128, 256 and 512 that keeps `tol`, or 128 if `tol` is None.
@@ -69,13 +73,15 @@ def attention(
         "auto" computes exactly where that is cheaper or, without `rank`, where low rank does not keep `tol`. "pda"
         does so only where low rank would compute every row exactly anyway.
     device : {"auto", "cpu", "cuda"}
-        Where to run. "auto" says in the info what it chose.
+        Where to run. Arrays on a GPU are computed there; for NumPy arrays "auto" takes a GPU if there is one and it is
+        faster with the transfer, and says in the info what it chose. "cuda" also means Numba's CUDA simulator.
     seed : int
         Seed of all random draws: the same seed gives the same bits for any number of threads.
     check_finite : bool, default True
         Raise if an input holds NaN or infinity.
-    out : ndarray, optional
-        Where to write the result: shape (..., Hq, N, E), the dtype of `q`, no memory shared with an input.
+    out : array, optional
+        Where to write the result: shape (..., Hq, N, E), the dtype of `q`, beside `q` on host or GPU, no memory shared
+        with an input.
     progress : bool, default False
         Show a progress bar over groups of heads on the standard error, if that is a terminal.
     return_info : bool, default False
@@ -83,8 +89,8 @@ def attention(
 
     Returns
     -------
-    out : ndarray, shape (..., Hq, N, E)
-        In the dtype of `q`.
+    out : array, shape (..., Hq, N, E)
+        In the dtype of `q`, of the same library. On a GPU it is ready in the order of the caller's stream.
     info : AttentionInfo
         Only if `return_info`.
 
@@ -94,6 +100,8 @@ def attention(
         Naming the argument, what it must be and what it was; nothing has been computed then.
     RuntimeError
         If `device="cuda"` is not available.
+    MemoryError
+        If the arrays of one head do not fit into the free memory of the GPU.
 
     Warns
     -----
@@ -114,45 +122,26 @@ def attention(
     >>> out.shape
     (2048, 32)
     """
-    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed)
+    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
     n, m, d, e = problem.shape
     options = _validate.options(rank, tol, window, proj_dim, method, projection, calibrate, n=n, m=m, d=d)
     for name, value in (("check_finite", check_finite), ("progress", progress), ("return_info", return_info)):
         _validate.flag(name, value)
-    device, device_reason = resolve_device(device)
-    shape, returned = (*lead, n, e), None
+    shape, clock = (*lead, n, e), Clock()
+    chosen = plan.decide(n, m, d, e, options) if math.prod(shape) else ("exact", (), "nothing to do")
+    where = _where_to_run(device, problem, chosen)
     if out is not None:
-        _validate.check_out(out, shape, dtype, q=q, k=k, v=v)
-        returned, out = out, out.view(np.ndarray)
+        out = _validate.check_out(out, shape, dtype, **_inputs(problem, q, k, v))
     announce_slow_compilation()
-
-    clock, heads = Clock(), math.prod(lead)
-    buffer, direct = _output_buffer(out, shape, heads, dtype, problem.element)
-    with clock.stage("scan"):
-        ranges = _validate.scan(problem, dtype, check_finite=check_finite)
-    choice, ranks, reason = plan.decide(n, m, d, e, options) if n and e and heads else ("exact", (), "nothing to do")
-    results = [HeadResult(method="exact", reason=reason) for _ in range(heads)]
-    if choice == "pda":
-        results = _low_rank_in_groups(problem, options, ranks, ranges, buffer, clock, progress)
-    _exact_heads(problem, results, ranges, buffer, clock)
-    if not direct:
-        out = np.empty(shape, dtype) if out is None else out
-        np.copyto(out, buffer.reshape(shape), casting="same_kind")
-    elif out is None:
-        out = buffer.reshape(shape)
-
-    memory = plan.workspace(n, m, d, e, ranks, problem.element.itemsize, heads)
-    info = _info(results, lead, options, problem, device, device_reason, dtype, memory, clock)
-    insisted = options.rank is not None or options.method == "pda"
-    if insisted and options.tol is not None and np.any(info.error_limit > options.tol):
-        worst = float(np.max(info.error_limit))
-        warnings.warn(
-            f"the error may be as large as {worst:.2g}, above tol={options.tol:.2g}, with rank={options.rank} and "
-            f"method={options.method!r}; rank=None with method='auto' keeps tol, tol=None silences this",
-            AccuracyWarning,
-            stacklevel=2,
-        )
-    out = out if returned is None else returned
+    with on_gpu(_gpu_of(problem)):
+        home, device_reason = _home(device, where, problem, chosen, shape, dtype, out)
+        results = _compute(home, options, chosen, clock, check_finite, return_info or _insisted(options), progress)
+        with clock.stage("output"):
+            out = home.result()
+        device_reason += f" ({gpu_name()})" if home.device.name == "cuda" and return_info else ""
+    memory = _memory(home.device, problem, chosen)
+    info = _info(results, lead, options, problem, home.device.label, device_reason, dtype, memory, clock)
+    _warn(info, options)
     return (out, info) if return_info else out
 
 
@@ -164,9 +153,9 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
 
     Parameters
     ----------
-    out : ndarray, shape (..., Hq, N, E)
-        The output to judge, in the dtype of `q`.
-    q, k, v : ndarray
+    out : array, shape (..., Hq, N, E)
+        The output to judge, in the dtype of `q` and beside it on host or GPU.
+    q, k, v : array
         As for `attention`.
     n_rows : int, default 128
         Uniform rows per head.
@@ -175,6 +164,7 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
     seed : int
         Seed of the draws.
     device : {"auto", "cpu", "cuda"}
+        Where to run. For NumPy arrays "auto" is the CPU.
     check_finite : bool, default True
         Raise if an input holds NaN or infinity.
 
@@ -192,91 +182,147 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
     Estimate and limit are those of `attention`'s own certificate (see `pda_numba.certify`), without what only the fit
     knows: where errors sit in very few rows, the limit can be too low.
     """
-    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed)
+    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
     n_rows = min(_validate.whole("n_rows", n_rows, 1), max(problem.shape[0], 1))
     _validate.flag("check_finite", check_finite)
-    resolve_device(device)
+    device, _ = resolve_device(device, on_gpu=not _on_host(problem))
     shape = (*lead, problem.shape[0], problem.shape[3])
-    out = _validate.plain_array("out", out)
-    if out.shape != shape:
-        raise ValueError(f"out must have shape {shape}, got {out.shape}")
-    _validate.same_dtype(out=out, q=q)
-    if check_finite and not np.isfinite(out).all():
-        raise ValueError("out must be finite, got NaN or infinity; check_finite=False skips this test")
+    out = _validate.output_to_judge(out, shape, **_inputs(problem, q, k, v))
     announce_slow_compilation()
-    ranges = _validate.scan(problem, dtype, check_finite=check_finite)
-    flat = out.reshape(math.prod(lead), *shape[-2:])
-    judged = [_judge_head(problem, h, flat[h], n_rows, ranges) for h in range(math.prod(lead))]
-    columns = (np.array(c).reshape(lead) for c in zip(*judged, strict=True))
-    return ErrorEstimate(*columns)
+    with on_gpu(_gpu_of(problem)):
+        home = place_of_output(device, problem, out, dtype)
+        if check_finite and not home.is_finite():
+            raise ValueError("out must be finite, got NaN or infinity; check_finite=False skips this test")
+        ranges = home.scan(check_finite) if math.prod(shape) or _on_host(problem) else None
+        judged = np.zeros((5, len(problem.query_head)))
+        judged[3] = 1.0  # nothing to judge: no error, for all rows
+        if math.prod(shape):
+            with contextlib.closing(home.groups(max(1, _TOGETHER // shape[-2]))) as groups:
+                for heads, part, flat in groups:
+                    judged[:, heads] = _judge_heads(part, heads, flat, n_rows, ranges)
+    error, limit, worst, share, count = (column.reshape(lead) for column in judged)
+    return ErrorEstimate(error, limit, worst, share, count.astype(int))
 
 
-def _judge_head(problem, head, out, n_rows, ranges):
+_TOGETHER = 2**20  # rows of all heads that are judged together
+
+
+def _judge_heads(problem, heads, out, n_rows, ranges):
+    """Error, its limit, worst row, share of rows and held-out rows of some heads of `out (all heads, N, E)`."""
     n = problem.shape[0]
-    if n == 0 or out.shape[1] == 0:
-        return 0.0, 0.0, 0.0, 1.0, 0
-    heads = np.array([head])
-    reach = certify.reach(problem, heads)
-    nothing = np.zeros((1, n), bool)
-    sizes = (min(n_rows, n), 0, n_rows // 4)
-    (audit,) = certify.draw_audit(problem, heads, 0, nothing, reach, reach, np.zeros(1, int), sizes, draw.JUDGE)
-    truth = rows(problem, heads, audit.rows[None])[0][0].astype(np.float64)
-    guess = out[audit.rows].astype(np.float64)
-    rest = np.ones(n, bool)
-    rest[audit.rows] = False
-    rest_norm = np.square(out[rest], dtype=np.float64).sum()
-    none = np.zeros(0)
-    error, limit, worst, share = certify.judge(
-        audit,
-        np.square(guess - truth).sum(axis=1),
-        np.square(truth).sum(axis=1),
-        np.square(guess).sum(axis=1),
-        rest_norm,
-        0.0,
-        n,
-        (none, none, none),
-        replaced=False,
-    )
-    size = math.sqrt(np.square(truth).sum() * n / len(truth))
-    return error, math.hypot(limit, ranges.rounding(head, n, size)), worst, share, len(audit.rows)
+    report = np.zeros((len(heads), COLUMNS))
+    report[:, ROW_SHARE] = 1.0
+    if n and out.shape[2]:
+        step = max(1, _TOGETHER // n)
+        for i in range(0, len(heads), step):
+            judged = certify.judge_output(problem, heads[i : i + step], out, n_rows)
+            report[i : i + step] = problem.device.download(judged)
+    rounding = [ranges.rounding(head, n, size) for head, size in zip(heads, report[:, SIZE], strict=True)]
+    limit = np.hypot(report[:, LIMIT], rounding)
+    return report[:, ERROR], limit, report[:, ROW_ERROR], report[:, ROW_SHARE], report[:, HELD_OUT_ROWS].astype(int)
 
 
 # --- the parts of `attention` ---
 
 
-def _output_buffer(out, shape, heads, dtype, element):
-    """Where the kernels write, (heads, N, E), and whether that is the result itself."""
-    flat = (heads, *shape[-2:])
-    if dtype != element:
-        return np.empty(flat, element), False
-    if out is None:
-        return np.empty(flat, element), True
-    if out.flags.c_contiguous:
-        return out.reshape(flat), True
-    return np.empty(flat, element), False
+_EXACT_ROWS = 2**18  # rows of exact attention that keep any GPU busy: heads are computed together up to this many
 
 
-def _low_rank_in_groups(problem, options, ranks, ranges, buffer, clock, progress):
-    """Heads in groups that fit the workspace: their serial stages run side by side."""
+def _on_host(problem):
+    return isinstance(problem.q, np.ndarray)
+
+
+def _gpu_of(problem):
+    return None if _on_host(problem) else problem.q.array.ordinal
+
+
+def _inputs(problem, q, k, v):
+    """The arrays as the caller gave them."""
+    if not _on_host(problem):
+        q, k, v = problem.q.array, problem.k.array, problem.v.array
+    return {"q": q, "k": k, "v": v}
+
+
+def _where_to_run(wish, problem, chosen):
+    """(device, reason); for NumPy arrays and "auto" by what the call would take on either."""
     n, m, d, e = problem.shape
-    heads = np.arange(len(problem.query_head))
-    size = plan.together(n, m, d, e, ranks[-1], problem.element.itemsize, len(heads))
-    groups = [heads[i : i + size] for i in range(0, len(heads), size)]
-    run = _paper_variant if options.proj_dim is not None and not options.calibrate else low_rank
-    results = []
-    for group in _with_progress(groups, progress):
-        results += run(problem, group, options, ranks, ranges, buffer, clock)
+    method, ranks, _ = chosen
+    heads, seconds = len(problem.query_head), None
+    if _on_host(problem) and heads and n and e:
+        flops = heads * (plan.pda_flops(n, m, d, e, ranks[0]) if ranks else plan.exact_flops(n, m, d, e))
+        moved = sum(x.nbytes for x in (problem.q, problem.k, problem.v)) + heads * n * e * problem.q.itemsize
+        seconds = estimated_seconds(flops, method, problem.element.itemsize, moved)
+    return resolve_device(wish, on_gpu=not _on_host(problem), seconds=seconds)
+
+
+def _home(wish, where, problem, chosen, shape, dtype, out):
+    """(place, reason): where the call runs in the end."""
+    device, reason = where
+    home = place(device, problem, shape, dtype, out)
+    if wish == "auto" and isinstance(home, Streamed) and not home.fits(*_group(home.device, problem, chosen)):
+        return place("cpu", problem, shape, dtype, out), "auto: the arrays of one head do not fit into the GPU"
+    return home, reason
+
+
+def _group(device, problem, chosen):
+    """How many heads are computed together, and the bytes of workspace that each takes."""
+    n, m, d, e = problem.shape
+    heads, itemsize, ranks = max(1, len(problem.query_head)), problem.element.itemsize, chosen[1]
+    if ranks:
+        memory = plan.head_workspace(n, m, d, e, ranks[-1], itemsize)
+        return max(1, min(heads, int(device.group_bytes // memory))), memory
+    return (heads if device.name == "cpu" else max(1, min(heads, _EXACT_ROWS // max(n, 1)))), 2 * n * itemsize
+
+
+def _memory(device, problem, chosen):
+    """Bytes beyond inputs and output."""
+    _, _, d, e = problem.shape
+    return math.prod(_group(device, problem, chosen)) if chosen[1] else plan.exact_workspace(d, e)
+
+
+def _compute(home, options, chosen, clock, check_finite, measure, progress):
+    """Every head; returns a HeadResult each. With `measure` exact heads are told what rounding may cost."""
+    method, ranks, reason = chosen
+    problem = home.problem
+    nothing, ranges = 0 in (*problem.shape[::3], len(problem.query_head)), None
+    if (check_finite or measure or ranks) and (not nothing or _on_host(problem)):
+        with clock.stage("scan"):
+            ranges = home.scan(check_finite)
+    results = [HeadResult(method="exact", reason=reason) for _ in problem.query_head]
+    if not nothing:
+        size, memory = _group(home.device, problem, chosen)
+        total = progress and method == "pda" and -(-len(results) // size)
+        _in_groups(
+            home.groups(size, memory), results, options, ranks, ranges if ranks or measure else None, clock, total
+        )
     return results
 
 
-def _with_progress(groups, progress):
-    if not progress:
+def _in_groups(groups, results, options, ranks, ranges, clock, total):
+    """All heads, in groups that fit the workspace: their serial stages run side by side. Fills `results`.
+
+    A progress bar counts to `total` groups, unless that is 0.
+    """
+    run = _paper_variant if options.proj_dim is not None and not options.calibrate else low_rank
+    with contextlib.closing(groups):
+        for heads, problem, buffer in _with_progress(groups, total):
+            if ranks:
+                upload = problem.device.upload
+                near = dataclasses.replace(ranges, low=upload(ranges.low), high=upload(ranges.high))
+                for head, result in zip(heads, run(problem, heads, options, ranks, near, buffer, clock), strict=True):
+                    results[head] = result
+            exact = heads[[results[h].method == "exact" for h in heads]]
+            _exact_heads(problem, exact, results, ranges, buffer, clock)
+
+
+def _with_progress(groups, total):
+    if not total:
         return groups
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(groups, "attention", console=console, disable=not console.is_terminal)
+    return track(groups, "attention", total=total, console=console, disable=not console.is_terminal)
 
 
 def _paper_variant(problem, heads, options, ranks, ranges, buffer, clock):
@@ -284,39 +330,52 @@ def _paper_variant(problem, heads, options, ranks, ranges, buffer, clock):
     with clock.stage("project"):
         projected = project.projected_problem(problem, heads, options.proj_dim, options.projection)
     inner = dataclasses.replace(options, proj_dim=None, method="pda", tol=None)
-    local = np.empty((len(heads), *buffer.shape[1:]), buffer.dtype)
-    own = problem.key_head[heads]
-    spread = dataclasses.replace(ranges, low=ranges.low[own], high=ranges.high[own], slip=ranges.slip[heads])
-    results = low_rank(projected, np.arange(len(heads)), inner, ranks[:1], spread, local, clock)
+    place = np.zeros_like(problem.query_head)  # the heads keep their numbers
+    place[heads] = np.arange(len(heads))
+    projected = dataclasses.replace(projected, query_head=place, key_head=place)
+    low, high = (problem.device.take(bound, problem.key_head[heads]) for bound in (ranges.low, ranges.high))
+    own = dataclasses.replace(ranges, low=low, high=high)
+    results = low_rank(projected, heads, inner, ranks[:1], own, buffer, clock)
     with clock.stage("certify"):
-        for h, (head, result) in enumerate(zip(heads, results, strict=True)):
-            buffer[head] = local[h]
-            judged = _judge_head(problem, head, local[h], certify.UNIFORM, ranges)
-            result.error, result.error_limit, result.row_error, result.row_share, result.rows = judged
-            if options.rank is None and options.method == "auto" and options.tol and result.error_limit > options.tol:
-                result.method, result.reason = "exact", "the projected problem does not keep tol"
+        judged = _judge_heads(problem, heads, buffer, holdout.UNIFORM, ranges)
+    for result, *row in zip(results, *judged, strict=True):
+        result.error, result.error_limit, result.row_error, result.row_share, result.rows = row
+        if options.rank is None and options.method == "auto" and options.tol and result.error_limit > options.tol:
+            result.method, result.reason = "exact", "the projected problem does not keep tol"
     return results
 
 
-def _exact_heads(problem, results, ranges, buffer, clock):
-    """Every head that is left to the exact method."""
-    heads = np.array([h for h, r in enumerate(results) if r.method == "exact"], np.int64)
-    n, m, d, e = problem.shape
-    if not len(heads) or not n or not e:
+def _exact_heads(problem, heads, results, ranges, buffer, clock):
+    """Exact attention for `heads`; what it is off by follows from `ranges`, if these are known."""
+    if not len(heads):
         return
+    n, m, d, e = problem.shape
     with clock.stage("exact"):
-        if len(heads) == len(results):
-            rows(problem, heads, np.tile(np.arange(n), (len(heads), 1)), out=buffer)
-        else:
-            for h in heads:
-                rows(problem, heads[heads == h], np.arange(n)[None], out=buffer[h : h + 1])
-    for h in heads:
-        result = results[h]
+        for run in np.split(heads, np.flatnonzero(np.diff(heads) != 1) + 1):
+            rows(problem, run, out=buffer[int(run[0]) : int(run[-1]) + 1])
+        sizes = np.sqrt(certify.sum_squares(problem, heads, buffer)) if ranges else np.zeros(len(heads))
+    for head, size in zip(heads, sizes, strict=True):
+        result = results[head]
         result.rank = result.effective_rank = result.window = result.flagged_rows = result.fallback_rows = 0
         result.rows, result.row_share = n, 1.0
-        size = math.sqrt(np.square(buffer[h], dtype=np.float64).sum())
-        result.error = result.error_limit = result.row_error = ranges.rounding(h, n, size)
+        if ranges:
+            result.error = result.error_limit = result.row_error = ranges.rounding(head, n, size)
         result.flops += plan.exact_flops(n, m, d, e)
+
+
+def _insisted(options):
+    return options.tol is not None and (options.rank is not None or options.method == "pda")
+
+
+def _warn(info, options):
+    if _insisted(options) and np.any(info.error_limit > options.tol):
+        worst = float(np.max(info.error_limit))
+        warnings.warn(
+            f"the error may be as large as {worst:.2g}, above tol={options.tol:.2g}, with rank={options.rank} and "
+            f"method={options.method!r}; rank=None with method='auto' keeps tol, tol=None silences this",
+            AccuracyWarning,
+            stacklevel=3,
+        )
 
 
 def _info(results, lead, options, problem, device, device_reason, dtype, memory, clock):

@@ -1,4 +1,4 @@
-"""Features, and the fused low-rank apply with the near field.
+"""The fused low-rank apply with the near field.
 
     E_ij = exp(scale q_i . k_j - ref_i)      j over the landmarks, ref_i the row's largest score
     out_i = (sum_near exp(s_ij - ref_i) v_j + E_i Z[:, :E]) / (sum_near exp(s_ij - ref_i) + E_i Z[:, E])
@@ -10,11 +10,26 @@ Landmarks and near keys go through the same panel body as exact attention: the l
 import numpy as np
 from numba import prange
 
-from ._jit import cpu_kernel, shared
+from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .core import LEVERAGE_COLUMNS
-from .kernels.panel import TILE, add_values, load_tile, multiply_keys, pack_query, raise_top, weigh
-from .kernels.scalar import exp2
-from .kernels.simd import ROW_PADDING, lane_count, lanes, padded
+from .kernels import tile
+from .kernels.panel import (
+    TILE,
+    add_square,
+    add_values,
+    clipped,
+    in_band,
+    load_tile,
+    multiply_keys,
+    pack_query,
+    raise_top,
+    weigh,
+    weight,
+)
+from .kernels.simd import lane_count, lanes, padded
+from .kernels.team import barrier
+from .plan import PANEL
+from .products import check_padding, project_queries
 
 # --- bodies ---
 
@@ -25,8 +40,7 @@ def _mask_band(scores, row, key, window, keys):
     outside = -scores.dtype.type(np.inf)
     for j in range(keys):
         for x in range(lane_count(scores)):
-            distance = row + x - key - j
-            scores[j, x] = outside if distance > window or distance < -window else scores[j, x]
+            scores[j, x] = scores[j, x] if in_band(row + x, key + j, window) else outside
 
 
 @shared
@@ -76,6 +90,8 @@ def _apply_range(
     for panel in range(starts.shape[0]):
         row = starts[panel]
         count = min(width, q.shape[0] - row)
+        if count <= 0:
+            continue
         top[:], total[:], sums[:] = np.finfo(element).min / 2, 0, 0
         for x in range(count):
             pack_query(queries, x, q, row + x, factor)
@@ -87,45 +103,20 @@ def _apply_range(
         else:
             _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums)
         for x in range(count):
-            share = 1 / sums[values, x]
-            square = share - share
+            share = element.type(1) / sums[values, x]
             for e in range(values):
-                mean = min(max(sums[e, x] * share, low[e]), high[e])
-                out[row + x, e] = mean
-                square += mean * mean
+                out[row + x, e] = clipped(sums[e, x] * share, low[e], high[e])
+            square = element.type(0)
+            for e in range(values):
+                square = add_square(square, out[row + x, e])
             norm[panel * width + x] = square
-            square = share - share
+            square = element.type(0)
             for g in range(LEVERAGE_COLUMNS):
-                part = sums[values + 1 + g, x] * share
-                square += part * part
+                square = add_square(square, sums[values + 1 + g, x] * share)
             leverage[panel * width + x] = square if sums[values, x] > 0 else np.inf
 
 
 # --- CPU drivers ---
-
-
-@cpu_kernel
-def _features_cpu(q, k, v, query_head, key_head, which, factor, basis, landmarks, rank, lse, out):
-    heads, count = which.shape
-    width = lane_count(out)
-    blocks = (count + width - 1) // width
-    for item in prange(heads * blocks):
-        h, first = item // blocks, item % blocks * width
-        queries = np.zeros((q.shape[2], width), out.dtype)
-        coordinates = landmarks.shape[2]
-        projected = np.zeros((basis.shape[1], width), out.dtype)
-        scores = np.empty((landmarks.shape[1], width), out.dtype)
-        used = min(width, count - first)
-        for x in range(used):
-            pack_query(queries, x, q[query_head[h]], which[h, first + x], factor)
-        if basis.shape[1]:
-            multiply_keys(projected, basis[h], queries, coordinates)
-            multiply_keys(scores, landmarks[h], projected[:coordinates], rank[h])
-        else:
-            multiply_keys(scores, landmarks[h], queries, rank[h])
-        for j in range(rank[h]):
-            for x in range(used):
-                out[h, j, first + x] = exp2(scores[j, x] - lse[h, first + x])
 
 
 @cpu_kernel
@@ -156,59 +147,50 @@ def _apply_cpu(
     for item in prange(heads * pieces):
         h, first = item // pieces, item % pieces * 8
         last = min(panels, first + 8)
-        _apply_range(
-            q[query_head[h]],
-            k[key_head[h]],
-            v[key_head[h]],
-            starts[h, first:last],
-            factor,
-            basis[h],
-            landmarks[h],
-            table[h],
-            rank[h],
-            window[h],
-            values,
-            low[key_head[h]],
-            high[key_head[h]],
-            out[place[h]],
-            leverage[h, first * width : last * width],
-            norm[h, first * width : last * width],
-        )
+        if rank[h] > 0:
+            _apply_range(
+                q[query_head[h]],
+                k[key_head[h]],
+                v[key_head[h]],
+                starts[h, first:last],
+                factor,
+                basis[h],
+                landmarks[h],
+                table[h],
+                rank[h],
+                window[h],
+                values,
+                low[key_head[h]],
+                high[key_head[h]],
+                out[place[h]],
+                leverage[h, first * width : last * width],
+                norm[h, first * width : last * width],
+            )
 
 
-# --- stages ---
+# --- CUDA drivers ---
 
 
-def features(problem, heads, which, lse, landmarks, rank, basis):
-    """exp(s_ij - lse_i) for landmarks j and sampled rows i: (heads, landmarks, n), one contiguous column each."""
-    _check_padding(landmarks, basis)
-    out = np.zeros((*landmarks.shape[:2], which.shape[1]), problem.element)
-    _features_cpu(*problem.arrays(heads), which, problem.factor, basis, landmarks, rank, lse, out)
-    return out
+def _apply_driver(element):
+    """One block for the queries of a panel and a a value columns of one head."""
+    a = tile.queries_per_thread(element)
+    keys, columns_at_once, block = tile.tile_keys(element), tile.tile_columns(element), a * tile.KEYS_PER_THREAD
+    depth, rows_of_buffers, threads = tile.depth(element), tile.buffer_rows(element), tile.THREADS
+    piece_size = keys * tile.CHUNK // threads
+    lowest = element.type(np.finfo(element).min / 2)
+    infinity, marks = element.type(np.inf), tile.MARKS
 
-
-def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds, out=None):
-    """Low rank plus near field for the panels of queries that begin at `starts (heads, panels)`.
-
-    Fills `out (all heads, N, E)` at `heads` if given; returns each row's leverage and |out_i|^2, both
-    (heads, panels * lanes), the leverage infinite where the normaliser is not positive. `window (heads,)` is -1 where a
-    head has no near field. Without `out`, `table` holds only the columns from the normaliser's on.
-    """
-    _check_padding(landmarks, table, basis)
-    width = lanes(problem.element)
-    values = 0 if out is None else out.shape[2]
-    leverage, norm = (np.zeros((len(starts), starts.shape[1] * width), problem.element) for _ in range(2))
-    if out is None:  # every head shares one empty output
-        out, place = np.empty((1, 0, 0), problem.element), np.zeros(len(starts), np.int64)
-        low = high = np.empty((len(problem.k), 0), problem.element)
-    else:
-        place, (low, high) = np.asarray(heads), bounds
-    _apply_cpu(
-        *problem.arrays(heads),
+    @cuda_kernel(tile.THREADS, tile.BLOCKS)
+    def apply_cuda(
+        q,
+        k,
+        v,
+        query_head,
+        key_head,
         place,
         starts,
-        problem.factor,
-        basis,
+        factor,
+        columns,
         landmarks,
         table,
         rank,
@@ -216,15 +198,197 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
         values,
         low,
         high,
+        vectors,
         out,
         leverage,
-        norm,
-    )
+    ):
+        t, h, column = cuda.threadIdx.x, cuda.blockIdx.z, cuda.blockIdx.y * columns_at_once
+        panel = cuda.blockIdx.x
+        start = starts[h, panel]
+        if rank[h] == 0 or start >= q.shape[1]:
+            return
+        scores = cuda.shared.array((keys, threads), element, alignment=16)
+        queries = cuda.shared.array((depth, threads), element, alignment=16)
+        buffers = cuda.shared.array((rows_of_buffers, columns_at_once), element, alignment=16)
+        sums = cuda.shared.array((marks, threads), element)  # of the normaliser's column and of the leverage's
+        factors = cuda.shared.array(threads, element)
+        acc = cuda.local.array(columns_at_once, element)
+        product = cuda.local.array(block, element)
+        piece = cuda.local.array(piece_size, element)
+        left = cuda.local.array(a, element)
+        right = cuda.local.array(a, element)
+        part = cuda.local.array(4, element)
+        q_h, k_h, v_h = q[query_head[h]], k[key_head[h]], v[key_head[h]]
+        row = min(start + t, q.shape[1] - 1)
+        stop = min(start + threads + window[h], k.shape[1]) if window[h] >= 0 else np.int64(0)
+        first_near = max(start - window[h], 0)
+        zero, one = acc.dtype.type(0), acc.dtype.type(1)
+        top, total = lowest, zero
+        projected = columns.shape[1] > 0
+        tile.fill(acc, zero)
+        for c in range(marks):
+            sums[c, t] = zero
+        for j in range(first_near, stop, keys):
+            fresh = j == first_near
+            tile.score_tile(
+                scores,
+                product,
+                left,
+                right,
+                piece,
+                queries,
+                buffers,
+                q_h,
+                row,
+                factor,
+                columns[h],
+                t,
+                False,
+                k_h,
+                j,
+                stop,
+                fresh,
+                t,
+                a,
+                vectors,
+            )
+            tile.hide_scores(scores, min(keys, stop - j), -infinity, t)
+            for c in range(min(keys, stop - j)):
+                if not in_band(start + t, j + c, window[h]):
+                    tile.store(scores, c, tile.score_place(c, t), -infinity)
+            peak = tile.peak_of(scores, top, t)
+            shrink = weight(top, peak)
+            top = peak
+            factors[t] = shrink
+            total = total * shrink + tile.weigh(scores, top, t)
+            if values:
+                tile.begin_values(piece, buffers, v_h, j, stop, column, t, a, vectors & 4)
+                barrier()
+                tile.scale_queries(acc, factors, t, a)
+                tile.add_values(acc, left, right, piece, scores, buffers, v_h, j, stop, column, t, a, vectors & 4)
+        sums[0, t] = total
+        landmarks_h, table_h, columns_h = landmarks[h], table[h], columns[h]
+        for j in range(0, rank[h], keys):
+            fresh = j == 0 and (projected or stop <= first_near)
+            tile.score_tile(
+                scores,
+                product,
+                left,
+                right,
+                piece,
+                queries,
+                buffers,
+                q_h,
+                row,
+                factor,
+                columns_h,
+                panel * threads + t,
+                projected,
+                landmarks_h,
+                j,
+                rank[h],
+                fresh,
+                t,
+                a,
+                vectors >> 3,
+            )
+            tile.put_marks(buffers, keys, table_h, j, rank[h], values, t)
+            tile.hide_scores(scores, min(keys, rank[h] - j), lowest, t)
+            peak = tile.peak_of(scores, top, t)
+            shrink = weight(top, peak)
+            top = peak
+            factors[t] = shrink
+            tile.weigh(scores, top, t)
+            barrier()
+            tile.add_marks(sums, part, scores, buffers, shrink, t)
+            barrier()
+            if values:
+                tile.begin_values(piece, buffers, table_h, j, rank[h], column, t, a, vectors & 32)
+                barrier()
+                tile.scale_queries(acc, factors, t, a)
+                tile.add_values(acc, left, right, piece, scores, buffers, table_h, j, rank[h], column, t, a, vectors & 32)
+        share = one / sums[0, t]
+        factors[t] = share
+        if column == 0 and start + t < q.shape[1]:
+            square = zero
+            for c in range(1, 1 + LEVERAGE_COLUMNS):
+                square = add_square(square, sums[c, t] * share)
+            leverage[h, panel * threads + t] = square if share > zero else infinity
+        if values:
+            barrier()
+            tile.scale_queries(acc, factors, t, a)
+            tile.clip_columns(acc, low[key_head[h]], high[key_head[h]], column, t, a)
+            tile.put_block(queries, acc, t, a)
+            barrier()
+            if start + t < q.shape[1]:
+                tile.write_row(out[place[h]], row, queries, column, t, vectors & 64)
+
+    return apply_cuda
+
+
+_APPLY_CUDA = {element: _apply_driver(np.dtype(element)) for element in (np.float32, np.float64)}
+
+
+@cuda_kernel(PANEL)
+def _norm_cuda(place, starts, rank, values, out, norm):
+    h, i = cuda.blockIdx.y, cuda.grid(1)
+    if i < norm.shape[1] and rank[h] > 0:
+        row = starts[h, i // PANEL] + i % PANEL
+        if row < out.shape[1]:
+            square = out.dtype.type(0)
+            for e in range(values):
+                square = add_square(square, out[place[h], row, e])
+            norm[h, i] = square
+
+
+@cuda_kernel(PANEL)
+def _panel_rows_cuda(starts, n, which):
+    h, i = cuda.blockIdx.y, cuda.grid(1)
+    if i < which.shape[1]:
+        which[h, i] = min(starts[h, i // PANEL] + i % PANEL, n - 1)
+
+
+# --- stage ---
+
+
+def _panel_rows(problem, starts):
+    """The queries of all panels, (heads, panels * PANEL); those beyond the last are the last."""
+    which = problem.device.empty((len(starts), starts.shape[1] * PANEL), np.int64)
+    grid = which.shape[1] // PANEL, len(starts)
+    problem.device.run(None, _panel_rows_cuda, grid, starts, problem.shape[0], which)
+    return which
+
+
+def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds, out=None):
+    """Low rank plus near field for the panels of PANEL queries that begin at `starts (heads, panels)`.
+
+    Fills `out (all heads, N, E)` at `heads` if given; returns each row's leverage and |out_i|^2, both
+    (heads, panels * PANEL), the leverage infinite where the normaliser is not positive. `window (heads,)` is -1 where a
+    head has no near field; a head of rank 0 is left out. Without `out`, `table` holds only the columns from the
+    normaliser's on.
+    """
+    check_padding(landmarks, table, basis)
+    device, element = problem.device, problem.element
+    values = 0 if out is None else out.shape[2]
+    leverage, norm = (device.zeros((len(heads), starts.shape[1] * PANEL), element) for _ in range(2))
+    if out is None:  # every head shares one empty output
+        out, place = device.empty((1, 0, 0), element), np.zeros(len(heads), np.int64)
+        low = high = device.empty((len(problem.k), 0), element)
+    else:
+        place, (low, high) = np.asarray(heads), bounds
+    place = device.upload(place)
+    task = *problem.arrays(heads), place
+    rest = landmarks, table, rank, window, values, low, high
+    if device.name == "cpu":
+        parts = (starts[:, :, None] + np.arange(0, PANEL, lanes(element))).reshape(len(starts), -1)
+        _apply_cpu(*task, parts, problem.factor, basis, *rest, out, leverage, norm)
+        return leverage, norm
+    which = _panel_rows(problem, starts) if basis.shape[1] else starts
+    columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
+    vectors = tile.vectors(problem.q, problem.k, problem.v) | tile.vectors(problem.q, landmarks, table, out) << 3
+    grid = starts.shape[1], max(1, -(-values // tile.tile_columns(element))), len(heads)
+    device.run(None, _APPLY_CUDA[element.type], grid, *task, starts, problem.factor, columns, *rest, vectors, out, leverage)
+    if values:
+        grid = norm.shape[1] // PANEL, len(heads)
+        device.run(None, _norm_cuda, grid, place, starts, rank, values, out, norm)
     return leverage, norm
-
-
-def _check_padding(*tiles):
-    # The register blocks read and write whole multiples of ROW_PADDING rows.
-    for tile in tiles:
-        if tile.shape[1] % ROW_PADDING or not tile.flags.c_contiguous:
-            raise ValueError(f"tiles must be contiguous, with a multiple of {ROW_PADDING} rows, got {tile.shape}")

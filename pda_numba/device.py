@@ -1,15 +1,22 @@
-"""Where a call runs: arrays, copies and launches on the CPU or on an NVIDIA GPU.
+"""Where a call runs: arrays, copies and launches on the CPU or on an NVIDIA GPU, and which of the two.
 
-Stages say what they need of an array (`empty`, `take`, `concatenate`, ...) and name both drivers of a kernel; the device
-of the problem does the rest. On the GPU nothing here waits for the device but `download`.
+Stages say what they need of an array (`empty`, `take`, `concatenate`, ...) and name both drivers of a kernel; the
+device of the problem does the rest. On the GPU nothing here waits for the device but `download` and `synchronize`.
 """
 
+import contextlib
+import importlib.util
 import math
+import os
 
+import numba
 import numpy as np
+from numba.core import config
 
-from ._jit import cuda, cuda_kernel, import_cuda
+from ._jit import cuda, cuda_kernel, import_cuda, shared
 from .kernels.team import member, members
+
+SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])  # Numba's simulator stands for the GPU (NUMBA_ENABLE_CUDASIM=1)
 
 # --- movement of data on the GPU: rows of 4-byte words ---
 
@@ -31,13 +38,41 @@ def _fill_cuda(out, word):
         out[i] = word
 
 
+# --- results, rounded to the caller's dtype and written in the caller's layout ---
+
+
+@shared
+def _bfloat16_bits(x):
+    """A float32 rounded to the nearest bfloat16, ties to even."""
+    bits = x.view(np.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.int16(rounded) if x == x else np.int16(0x7FC0)
+
+
+@cuda_kernel(256)
+def _store_cuda(source, first, out):
+    """out[h] = source[first + h]; `out` may have any strides."""
+    heads, n, columns = out.shape
+    for i in range(cuda.blockIdx.x * members() + member(), heads * n * columns, cuda.gridDim.x * members()):
+        row, c = i // columns, i % columns
+        out[row // n, row % n, c] = source[first + row // n, row % n, c]
+
+
+@cuda_kernel(256)
+def _store_bfloat16_cuda(source, first, out):
+    heads, n, columns = out.shape
+    for i in range(cuda.blockIdx.x * members() + member(), heads * n * columns, cuda.gridDim.x * members()):
+        row, c = i // columns, i % columns
+        out[row // n, row % n, c] = _bfloat16_bits(source[first + row // n, row % n, c])
+
+
 # --- devices ---
 
 
 class Cpu:
     """NumPy arrays and the CPU drivers."""
 
-    name = "cpu"
+    name = label = "cpu"
     pieces = 32  # pieces of work that keep every core busy
     group_bytes = 48 * 2**20  # heads that are computed together share this much workspace
 
@@ -72,6 +107,14 @@ class Cpu:
         """Run a kernel by its driver for this device; `grid` is the CUDA driver's."""
         cpu(*args)
 
+    @staticmethod
+    def recycle():
+        """Forget every array made so far (but those handed out by other means); their memory is given out again."""
+
+    @staticmethod
+    def synchronize():
+        """Wait for all that was launched."""
+
 
 CPU = Cpu()
 
@@ -81,11 +124,12 @@ class Cuda:
 
     name = "cuda"
     pieces = 1024
-    _CHUNK = 64 * 2**20
+    _FIRST, _CHUNK = 4 * 2**20, 64 * 2**20  # blocks of the arena: each twice as large as the one before, to a limit
     _ALIGNMENT = 256
 
     def __init__(self, stream=0, group_bytes=2**30):
         self.cuda, self.stream, self.group_bytes = import_cuda(), stream, group_bytes
+        self.label = "cuda (simulator)" if SIMULATED else "cuda"
         self.chunks, self.used = [], []  # the arena: blocks of device memory, and how far each is taken
         self.uploads = {}
 
@@ -103,7 +147,8 @@ class Cuda:
                 break
         else:
             i = len(self.chunks)
-            self.chunks.append(self.cuda.device_array(max(needed, self._CHUNK), np.uint8, stream=self.stream))
+            block = max(needed, min(self._CHUNK, self._FIRST << len(self.chunks)))
+            self.chunks.append(self.cuda.device_array(block, np.uint8, stream=self.stream))
             self.used.append(0)
         start = self.used[i]
         self.used[i] += needed
@@ -134,9 +179,31 @@ class Cuda:
     def download(self, array):
         """A copy on the host; waits for all that was launched before."""
         out = array.copy_to_host(stream=self.stream)
+        self.synchronize()
+        return out
+
+    def synchronize(self):
         if self.stream:
             self.stream.synchronize()
-        return out
+        else:
+            self.cuda.synchronize()
+
+    def mark(self, stream=None):
+        """An event: all that has been put on the stream so far."""
+        event = self.cuda.event() if SIMULATED else self.cuda.event(timing=False)
+        event.record(self.stream if stream is None else stream)
+        return event
+
+    def free_bytes(self):
+        """Device memory that nobody holds."""
+        return self.cuda.current_context().get_memory_info().free
+
+    def store(self, source, first, out):
+        """out (heads, N, E) = source[first:], rounded to the dtype of `out` (int16: bfloat16)."""
+        count = math.prod(out.shape)
+        if count:
+            kernel = _store_bfloat16_cuda if out.dtype == np.int16 else _store_cuda
+            kernel.launch(min(4096, -(-count // 256)), self.stream, source, first, out)
 
     def concatenate(self, arrays):
         first = arrays[0]
@@ -176,17 +243,120 @@ class Cuda:
             cuda.launch(grid, self.stream, *args)
 
 
-def resolve_device(device):
+# --- which device ---
+
+_LEAST_CAPABILITY = (7, 0)
+_INSTALL = 'pip install "pda_numba[cuda12]" or "pda_numba[cuda13]", by the version of CUDA that the driver supports'
+
+# For device="auto", seconds of a call with NumPy arrays, from measured or published rates: the CPU's exact kernel does
+# 50 GFLOP/s per core in float32, half of that in float64; any GPU of the last years at least 5 TFLOP/s in float32, but
+# a consumer card only 0.2 in float64. Pinned memory travels at 12 GB/s over PCIe 3. Some hundred launches and a few
+# waits of the loop over ranks take some milliseconds.
+_CPU_RATE = {4: 50e9, 8: 25e9}  # per core, by bytes of an element
+_GPU_RATE = {4: 5e12, 8: 0.2e12}
+_TRANSFER_RATE = 12e9
+_LAUNCHES = {"pda": 10e-3, "exact": 1e-3}
+
+
+def resolve_device(wish, *, on_gpu=False, seconds=None):
     """(device, reason) for the caller's wish: "auto", "cpu" or "cuda".
 
-    This release has CPU drivers only, so "cuda" is an error that says so, and "auto" names its reason.
+    `on_gpu`: the arrays are there already. `seconds`: (CPU, GPU) as estimated, for NumPy arrays.
     """
-    if not isinstance(device, str):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
-    if device == "cpu":
+    if not isinstance(wish, str) or wish not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {wish!r}")
+    if wish == "cpu":
+        if on_gpu:
+            raise ValueError(
+                "device must be 'cuda' or 'auto' for arrays on a GPU, got 'cpu'; to compute on the CPU copy them to "
+                "NumPy first: cupy.asnumpy(x), x.cpu().numpy(), numpy.asarray(x) or x.copy_to_host()"
+            )
         return "cpu", "asked for"
-    if device == "auto":
-        return "cpu", "auto: this release runs on the CPU"
-    if device == "cuda":
-        raise RuntimeError("device='cuda': this release of pda_numba has no GPU kernels; use device='cpu' or 'auto'")
-    raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+    if wish == "auto" and not on_gpu:
+        return _cheaper(seconds)
+    missing = why_no_gpu()
+    if missing:
+        raise RuntimeError(f"device={wish!r}: {missing}" + ("" if on_gpu else "; or use device='cpu'"))
+    return "cuda", "asked for" if wish == "cuda" else "auto: the arrays are on the GPU"
+
+
+def _cheaper(seconds):
+    if seconds is None:
+        return "cpu", "auto: nothing to compute"
+    cpu, gpu = seconds
+    about = f"about {cpu:.2g} s on the CPU, {gpu:.2g} s with the transfer on a GPU"
+    if cpu <= gpu:
+        return "cpu", f"auto: {about}"
+    if SIMULATED:
+        return "cpu", "auto: the CUDA simulator is slow"
+    missing = why_no_gpu()
+    return ("cpu", f"auto: {missing}") if missing else ("cuda", f"auto: {about}")
+
+
+def estimated_seconds(flops, method, itemsize, moved_bytes):
+    """(CPU, GPU) for a call with NumPy arrays of `moved_bytes`, output included, whose elements have `itemsize`."""
+    cpu = flops / (_CPU_RATE[itemsize] * numba.get_num_threads())
+    return cpu, flops / _GPU_RATE[itemsize] + moved_bytes / _TRANSFER_RATE + _LAUNCHES[method]
+
+
+def why_no_gpu():
+    """What is missing for device="cuda", or None."""
+    if SIMULATED:
+        return None
+    if importlib.util.find_spec("numba_cuda") is None:
+        return f"the package numba-cuda is not installed: {_INSTALL}"
+    try:
+        module = import_cuda()
+    except ImportError as error:
+        return f"numba-cuda cannot be imported ({error}): {_INSTALL}"
+    available = module.is_available()  # starts the driver
+    failure = module.cuda_error()
+    if failure:
+        return _driver_problem(str(failure))
+    if not len(module.gpus):
+        return "the NVIDIA driver finds no GPU"
+    if not available:
+        return f"the CUDA compiler NVVM is not found: {_INSTALL}"
+    capability = tuple(module.get_current_device().compute_capability)
+    if capability < _LEAST_CAPABILITY:
+        return "the GPU has compute capability {}.{}; {}.{} is the least".format(*capability, *_LEAST_CAPABILITY)
+    return None
+
+
+def _driver_problem(error):
+    if os.environ.get("NUMBA_DISABLE_CUDA", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_CUDA is set"
+    if "NO_DEVICE" in error or "(100)" in error:
+        return "the NVIDIA driver finds no GPU"
+    if "cannot be found" in error:
+        return "no NVIDIA driver is found: install one that supports CUDA 12 or 13"
+    return "the NVIDIA driver does not start: " + " ".join(error.split())
+
+
+def current_gpu():
+    """The number of the GPU that this thread works on."""
+    return 0 if SIMULATED else import_cuda().get_current_device().id
+
+
+def on_gpu(number):
+    """A context in which this thread works on the GPU of that number; None is the current one."""
+    return contextlib.nullcontext() if number is None else import_cuda().gpus[number]
+
+
+def open_stream(handle=None):
+    """The stream of a handle (0 is the default stream), or a new one."""
+    module = import_cuda()
+    if SIMULATED:
+        return module.stream()
+    if handle is None:
+        return module.stream()
+    return module.external_stream(handle) if handle else module.default_stream()
+
+
+def gpu_name():
+    """What the current GPU is called."""
+    if SIMULATED:
+        return "Numba's CUDA simulator"
+    device = import_cuda().get_current_device()
+    name = device.name.decode() if isinstance(device.name, bytes) else str(device.name)
+    return "{}, compute capability {}.{}".format(name, *device.compute_capability)

@@ -22,17 +22,21 @@ from numba import prange
 from scipy import linalg
 
 from . import _validate, draw
-from ._jit import cpu_kernel, shared
+from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
+from .device import CPU
+from .kernels.groups import group, group_size, groups, neighbours, place
 from .kernels.scalar import hash64, permuted, widen
-from .kernels.simd import padded
-from .kernels.small_qr import moment_root, solve_upper
+from .kernels.simd import dot, padded
+from .kernels.small_qr import TEAM, moment_places, moment_root, schedule, solve_upper
 from .kernels.small_svd import orthogonalise_rows
+from .kernels.team import barrier, member, members
+from .kernels.view import view
 
 SAMPLE = 4096  # rows of each side from which the "pca" pair is computed
 _RIDGE = 1e-12  # relative ridge on the two second moments: directions without data stay finite
 RANDOM_KINDS = ("srht", "gaussian", "orthogonal")
 
-# --- bodies ---
+# --- bodies: the transform ---
 
 
 @shared
@@ -41,86 +45,235 @@ def _hadamard(x):
     size = x.shape[0]
     half = 1
     while half < size:
-        for start in range(0, size, 2 * half):
-            for i in range(start, start + half):
+        across = neighbours(half)
+        for start in range(member() // across * 2 * half, size, members() // across * 2 * half):
+            for i in range(start + member() % across, start + half, across):
                 a, b = x[i], x[i + half]
                 x[i], x[i + half] = a + b, a - b
+        barrier()
         half *= 2
 
 
 @shared
-def _coordinates(size, count, seed, kept):
-    for c in range(count):
-        kept[c] = permuted(c, size, seed, 0, draw.PROJECTION)
+def _transform(x, signs, kept, buffer, out):
+    """One row: random signs, the transform, the kept coordinates."""
+    for d in range(member(), buffer.shape[0], members()):
+        buffer[d] = widen(x[d]) * signs[d] if d < x.shape[0] else out.dtype.type(0)
+    barrier()
+    _hadamard(buffer)
+    factor = out.dtype.type(1.0 / math.sqrt(out.shape[0]))
+    for c in range(member(), out.shape[0], members()):
+        out[c] = buffer[kept[c]] * factor
+    barrier()
+
+
+# --- bodies: products ---
 
 
 @shared
-def _balance(q, k, p_q, p_k):
-    """The pair of one head, by the formulas above; singular values in falling order."""
-    dim, count = p_q.shape
-    root_q, root_k = moment_root(q, _RIDGE), moment_root(k, _RIDGE)
-    joint = np.zeros((dim, 2 * dim))  # [R_Q R_K^T, I], to be rotated to [S W^T, U^T]
-    for i in range(dim):
-        joint[i, dim + i] = 1.0
-        for j in range(dim):
-            for c in range(max(i, j), dim):
-                joint[i, j] += root_q[i, c] * root_k[j, c]
-    squares = np.empty(dim)
-    orthogonalise_rows(joint, dim, squares)
-    order = np.argsort(-squares)
-    for c in range(count):
-        row = order[c]
-        singular = math.sqrt(squares[row])
+def _project_row(x, mean, p, buffer, out):
+    """out = (x - mean) P for one row, P given by its columns; 1 in the coordinate behind them, if there is one."""
+    for d in range(member(), x.shape[0], members()):
+        buffer[0, d] = np.float64(widen(x[d])) - mean[d]
+    barrier()
+    for c in range(member(), out.shape[0], members()):
+        out[c] = dot(p, c, buffer, 0, x.shape[0]) if c < p.shape[0] else 1.0
+    barrier()
+
+
+# --- bodies: the data-driven pair ---
+
+
+@shared
+def _gather(x, which, mean, centre, out):
+    """Rows of one side; their mean is taken off if `centre`."""
+    n, dim = out.shape
+    for i in range(group(), n, groups()):
+        for d in range(place(), dim, group_size()):
+            out[i, d] = widen(x[which[i], d])
+    barrier()
+    for d in range(member(), dim, members()):
+        total = 0.0
+        for i in range(n):
+            total += out[i, d]
+        mean[d] = total / n if centre else 0.0
+    barrier()
+    for i in range(member(), n, members()):  # the owners of `moment_root`: no barrier
         for d in range(dim):
-            p_q[d, c] = joint[row, dim + d] * math.sqrt(singular)
-            p_k[d, c] = joint[row, d] / math.sqrt(singular) if singular > 0 else 0.0
-    solve_upper(root_q, p_q)
-    solve_upper(root_k, p_k)
+            out[i, d] -= mean[d]
+
+
+@shared
+def _pair_places(n, dim, count, width, team):
+    """Where the roots, [R_Q R_K^T, I], its squared lengths, the pair and the workspace of `moment_root` begin."""
+    root_q = n * dim
+    root_k = root_q + dim * dim
+    joint = root_k + dim * dim
+    squares = joint + 2 * dim * dim
+    pair_q = squares + dim
+    pair_k = pair_q + dim * count
+    rest = pair_k + dim * count
+    return root_q, root_k, joint, squares, pair_q, pair_k, rest, rest + moment_places(n, dim, width, team)[1]
+
+
+@shared
+def _multiply_roots(root_q, root_k, joint):
+    """[R_Q R_K^T, I]."""
+    dim = root_q.shape[0]
+    for i in range(group(), dim, groups()):
+        for j in range(place(), dim, group_size()):
+            joint[i, dim + j] = 1.0 if i == j else 0.0
+            total = 0.0
+            for c in range(max(i, j), dim):
+                total += root_q[i, c] * root_k[j, c]
+            joint[i, j] = total
+    barrier()
+
+
+@shared
+def _pick(joint, squares, pair_q, pair_k):
+    """U S^1/2 and W S^1/2 of the largest singular values, in falling order, from joint = [S W^T, U^T]."""
+    dim, count = pair_q.shape
+    for row in range(group(), dim, groups()):
+        c = 0
+        for other in range(dim):
+            c += squares[other] > squares[row] or (squares[other] == squares[row] and other < row)
+        root = math.sqrt(math.sqrt(squares[row]))
+        if c < count:
+            for d in range(place(), dim, group_size()):
+                pair_q[d, c] = joint[row, dim + d] * root
+                pair_k[d, c] = joint[row, d] / root if root > 0 else 0.0
+    barrier()
+
+
+@shared
+def _balance(q, k, which_q, which_k, width, work, p_q, p_k, mean):
+    """The pair of one head, by the formulas above, as rows (count, D); and the mean of the keys."""
+    (count, dim), most = p_q.shape, max(which_q.shape[0], which_k.shape[0])
+    at_q, at_k, at_joint, at_squares, at_pair_q, at_pair_k, rest, _ = _pair_places(most, dim, count, width, members())
+    root_q, root_k = view(work, at_q, (dim, dim)), view(work, at_k, (dim, dim))
+    rows = view(work, 0, (which_q.shape[0], dim))
+    _gather(q, which_q, mean, False, rows)
+    moment_root(rows, _RIDGE, root_q, width, work[rest:])
+    rows = view(work, 0, (which_k.shape[0], dim))
+    _gather(k, which_k, mean, True, rows)
+    moment_root(rows, _RIDGE, root_k, width, work[rest:])
+    joint, squares = view(work, at_joint, (dim, 2 * dim)), work[at_squares:at_pair_q]
+    _multiply_roots(root_q, root_k, joint)
+    orthogonalise_rows(joint, dim, squares)
+    pair_q, pair_k = view(work, at_pair_q, (dim, count)), view(work, at_pair_k, (dim, count))
+    _pick(joint, squares, pair_q, pair_k)
+    solve_upper(root_q, pair_q)
+    solve_upper(root_k, pair_k)
+    for c in range(group(), count, groups()):
+        for d in range(place(), dim, group_size()):
+            p_q[c, d], p_k[c, d] = pair_q[d, c], pair_k[d, c]
+    barrier()
+
+
+@shared
+def _balance_some(slot, q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
+    """Every head of one workspace."""
+    for h in range(slot, p_q.shape[0], work.shape[0]):
+        _balance(q[query_head[h]], k[key_head[h]], which_q[h], which_k[h], width, work[slot], p_q[h], p_k[h], mean[h])
+
+
+@shared
+def _stack(p_q, mean, basis):
+    """The rows of P_Q^T and the mean of the keys as the panel bodies read them, padded to whole register blocks."""
+    count, dim = p_q.shape
+    for c in range(group(), basis.shape[0], groups()):
+        for d in range(place(), dim, group_size()):
+            basis[c, d] = p_q[c, d] if c < count else mean[d] if c == count else 0.0
 
 
 # --- CPU drivers ---
 
 
-@cpu_kernel
-def _srht_cpu(x, size, seed, out):
-    rows, dim = x.shape
-    count = out.shape[1]
-    kept = np.empty(count, np.int64)
-    _coordinates(size, count, seed, kept)
-    pieces = (rows + 255) // 256
-    factor = out.dtype.type(1.0 / np.sqrt(count))
-    for piece in prange(pieces):
-        buffer = np.empty(size, out.dtype)
-        for i in range(piece * 256, min(rows, piece * 256 + 256)):
-            for d in range(size):
-                buffer[d] = 0
-            for d in range(dim):
-                value = widen(x[i, d])
-                buffer[d] = -value if hash64(seed, 1, draw.PROJECTION, d) & np.uint64(1) else value
-            _hadamard(buffer)
-            for c in range(count):
-                out[i, c] = buffer[kept[c]] * factor
+@serial_kernel
+def _signs_and_coordinates(size, seed, signs, kept):
+    for d in range(size):
+        signs[d] = -1 if hash64(seed, 1, draw.PROJECTION, d) & np.uint64(1) else 1
+    for c in range(kept.shape[0]):
+        kept[c] = permuted(c, size, seed, 0, draw.PROJECTION)
 
 
 @cpu_kernel
-def _balance_cpu(q, k, p_q, p_k):
-    for h in prange(q.shape[0]):
-        _balance(q[h], k[h], p_q[h], p_k[h])
+def _srht_cpu(x, signs, kept, work, out):
+    for piece in prange(work.shape[0]):
+        for i in range(piece, x.shape[0], work.shape[0]):
+            _transform(x[i], signs, kept, work[piece], out[i])
+
+
+@cpu_kernel
+def _project_cpu(x, source, index, mean, p, work, out):
+    tiles, rows, _ = out.shape
+    for piece in prange(work.shape[0]):
+        for item in range(piece, tiles * rows, work.shape[0]):
+            t, i = item // rows, item % rows
+            _project_row(x[source[t], i], mean[index[t]], p[index[t]], work[piece], out[t, i])
+
+
+@cpu_kernel
+def _balance_cpu(q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
+    for slot in prange(work.shape[0]):
+        _balance_some(slot, q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean)
+
+
+@serial_kernel
+def _stack_cpu(p_q, mean, basis):
+    for h in range(basis.shape[0]):
+        _stack(p_q[h], mean[h], basis[h])
+
+
+# --- CUDA drivers ---
+
+_ROW_TEAM = 64
+
+
+@cuda_kernel(_ROW_TEAM)
+def _srht_cuda(x, signs, kept, work, out):
+    piece = cuda.blockIdx.x
+    for i in range(piece, x.shape[0], work.shape[0]):
+        _transform(x[i], signs, kept, work[piece], out[i])
+
+
+@cuda_kernel(_ROW_TEAM)
+def _project_cuda(x, source, index, mean, p, work, out):
+    tiles, rows, _ = out.shape
+    piece = cuda.blockIdx.x
+    for item in range(piece, tiles * rows, work.shape[0]):
+        t, i = item // rows, item % rows
+        _project_row(x[source[t], i], mean[index[t]], p[index[t]], work[piece], out[t, i])
+
+
+@cuda_kernel(TEAM)
+def _balance_cuda(q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
+    _balance_some(cuda.blockIdx.x, q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean)
+
+
+@cuda_kernel(TEAM)
+def _stack_cuda(p_q, mean, basis):
+    h = cuda.blockIdx.x
+    _stack(p_q[h], mean[h], basis[h])
 
 
 # --- stage ---
 
 
-def srht(x, count, seed, element):
-    """Rows of x (n, D) to (n, count)."""
+def srht(x, count, seed, element, device=CPU):
+    """Rows of x (n, D) to (n, count), on the device that holds them."""
     size = 1 << (x.shape[1] - 1).bit_length()
-    out = np.empty((x.shape[0], count), element)
-    _srht_cpu(x, size, seed, out)
+    signs, kept = np.empty(size, element), np.empty(count, np.int64)
+    _signs_and_coordinates(size, seed, signs, kept)
+    out = device.empty((x.shape[0], count), element)
+    work = device.empty((min(device.pieces, x.shape[0]), size), element)
+    device.run(_srht_cpu, _srht_cuda, (work.shape[0],), x, device.upload(signs), device.upload(kept), work, out)
     return out
 
 
 def random_matrix(dim, count, kind, seed, dtype):
-    """P (dim, count) of a random kind."""
+    """P (dim, count) of a random kind, on the host."""
     if kind == "srht":
         return srht(np.eye(dim), count, seed, np.float64).astype(dtype)
     gaussian = np.random.Generator(np.random.Philox(seed)).standard_normal((dim, count))
@@ -130,12 +283,18 @@ def random_matrix(dim, count, kind, seed, dtype):
     return (q * np.sign(np.diag(r)) * np.sqrt(dim / count)).astype(dtype)
 
 
-def balanced_pair(problem, head, count):
-    """(P_Q, P_K, mean of k) of one head, from a sample of its rows, in float64."""
-    q, k = sample(problem, head)
-    mean = k.mean(axis=0)
-    p_q, p_k = (np.empty((q.shape[1], count)) for _ in range(2))
-    _balance_cpu(q[None], (k - mean)[None], p_q[None], p_k[None])
+def balanced_pairs(problem, heads, count):
+    """P_Q and P_K (heads, count, D) by columns, and the mean of k (heads, D), from a sample of the rows; in float64."""
+    device, (n, m, dim, _) = problem.device, problem.shape
+    which_q, which_k = (
+        draw.uniform_rows(problem, heads, min(SAMPLE, rows), stage=draw.PROJECTION, size=rows) for rows in (n, m)
+    )
+    width, team, slots = schedule(device, len(heads))
+    p_q, p_k = (device.empty((len(heads), count, dim), np.float64) for _ in range(2))
+    mean = device.empty((len(heads), dim), np.float64)
+    work = device.empty((slots, _pair_places(min(SAMPLE, max(n, m)), dim, count, width, team)[-1]), np.float64)
+    rows = problem.query_heads(heads), problem.key_heads(heads), which_q, which_k
+    device.run(_balance_cpu, _balance_cuda, (slots,), problem.q, problem.k, *rows, width, work, p_q, p_k, mean)
     return p_q, p_k, mean
 
 
@@ -146,65 +305,68 @@ def head_bases(problem, heads, proj_dim, kind):
 
     For "pca" there is one more coordinate, q . mean(k): the projected logits keep the true ones' common shift.
     """
-    dim = problem.q.shape[2]
+    device, dim, count = problem.device, problem.shape[2], len(heads)
     if kind != "pca":
-        p = random_matrix(dim, proj_dim, kind, problem.seed, problem.element)
-        return _stacked([p.T] * len(heads), problem.element), lambda landmarks, repeats: landmarks @ p
-    pairs = [balanced_pair(problem, h, proj_dim) for h in heads]
-    basis = _stacked([np.vstack([p_q.T, mean[None]]) for p_q, _, mean in pairs], problem.element)
-
-    def project_landmarks(landmarks, repeats):
-        out = np.ones((*landmarks.shape[:2], proj_dim + 1), problem.element)
-        for i, rows in enumerate(landmarks):
-            _, p_k, mean = pairs[i // repeats]
-            out[i, :, :proj_dim] = (rows - mean) @ p_k
-        return out
-
-    return basis, project_landmarks
+        basis, p = np.zeros((1, padded(proj_dim), dim), problem.element), _random_rows(problem, proj_dim, kind)
+        basis[0, :proj_dim] = p
+        return device.repeat(device.upload(basis), count), lambda landmarks, repeats: _project(
+            problem, landmarks, np.arange(len(landmarks)), 0 * np.arange(len(landmarks)), *_without_mean(problem, p)
+        )
+    p_q, p_k, mean = balanced_pairs(problem, heads, proj_dim)
+    basis = device.empty((count, padded(proj_dim + 1), dim), problem.element)
+    device.run(_stack_cpu, _stack_cuda, (count,), p_q, mean, basis)
+    return basis, lambda landmarks, repeats: _project(
+        problem, landmarks, np.arange(len(landmarks)), np.arange(len(landmarks)) // repeats, mean, p_k, ones=1
+    )
 
 
-def _stacked(bases, element):
-    """As the panel bodies read them: contiguous, padded to whole register blocks."""
-    rows, dim = bases[0].shape
-    out = np.zeros((len(bases), padded(rows), dim), element)
-    out[:, :rows] = bases
+def _random_rows(problem, count, kind):
+    """The columns of a random P, as rows."""
+    return np.ascontiguousarray(random_matrix(problem.shape[2], count, kind, problem.seed, np.float64).T)
+
+
+def _without_mean(problem, p):
+    """What `_project` takes for one P that all arrays share."""
+    return problem.device.upload(np.zeros((1, p.shape[1]))), problem.device.upload(p[None])
+
+
+def _project(problem, x, source, index, mean, p, ones=0):
+    """(x[source[t]] - mean[index[t]]) P[index[t]] for every t, and `ones` more coordinates that are 1."""
+    device = problem.device
+    out = device.empty((len(source), x.shape[1], p.shape[1] + ones), problem.element)
+    work = device.empty((min(device.pieces, len(source) * x.shape[1]), 1, x.shape[2]), np.float64)
+    source, index = device.upload(source), device.upload(index)
+    device.run(_project_cpu, _project_cuda, (work.shape[0],), x, source, index, mean, p, work, out)
     return out
 
 
 def projected_problem(problem, heads, proj_dim, kind):
     """The problem of calibrate=False: q P_Q and k P_K of these heads in place of q and k, the scale as it was."""
-    queries, keys = [], []
-    for head in heads:
-        q, k = (as_element(x[place], np.float64) for x, place in _sides(problem, head))
-        if kind == "pca":
-            p_q, p_k, mean = balanced_pair(problem, head, proj_dim)
-            k = k - mean  # a shift of all logits of a row, which softmax does not see
-        else:
-            p_q = p_k = random_matrix(problem.q.shape[2], proj_dim, kind, problem.seed, np.float64)
-        queries.append((q @ p_q).astype(problem.element))
-        keys.append((k @ p_k).astype(problem.element))
-    return dataclasses.replace(
-        problem,
-        q=np.stack(queries),
-        k=np.stack(keys),
-        v=problem.v[problem.key_head[heads]],
-        query_head=np.arange(len(heads)),
-        key_head=np.arange(len(heads)),
-    )
+    device, own = problem.device, np.arange(len(heads))
+    query_head, key_head = problem.query_head[heads], problem.key_head[heads]
+    if kind == "pca":
+        p_q, p_k, mean = balanced_pairs(problem, heads, proj_dim)
+        zero = device.zeros(mean.shape, np.float64)
+        q = _project(problem, problem.q, query_head, own, zero, p_q)
+        k = _project(problem, problem.k, key_head, own, mean, p_k)  # a shift of a row's logits: softmax does not see it
+    elif kind == "srht":
+        q, k = (
+            _transformed(problem, x, place, proj_dim) for x, place in ((problem.q, query_head), (problem.k, key_head))
+        )
+    else:
+        mean, p = _without_mean(problem, _random_rows(problem, proj_dim, kind))
+        q, k = (
+            _project(problem, x, place, 0 * own, mean, p)
+            for x, place in ((problem.q, query_head), (problem.k, key_head))
+        )
+    v = device.take(problem.v, key_head)
+    return dataclasses.replace(problem, q=q, k=k, v=v, query_head=own, key_head=own)
 
 
-def sample(problem, head):
-    """Up to SAMPLE rows of one head's queries and keys, drawn without replacement, in float64."""
-    out = []
-    for x, place in _sides(problem, head):
-        rows = min(SAMPLE, x.shape[1])
-        which = draw.uniform_rows(problem, [head], rows, stage=draw.PROJECTION, size=x.shape[1])[0]
-        out.append(as_element(x[place][np.sort(which)], np.float64))
-    return out
-
-
-def _sides(problem, head):
-    return (problem.q, problem.query_head[head]), (problem.k, problem.key_head[head])
+def _transformed(problem, x, place, count):
+    """The transform of the arrays `place` of x."""
+    flat = srht(x.reshape(-1, x.shape[2]), count, problem.seed, problem.element, problem.device)
+    return problem.device.take(flat.reshape(x.shape[0], x.shape[1], count), place)
 
 
 def as_element(x, element):
@@ -304,8 +466,8 @@ def projection_pair(q, k, proj_dim, *, seed=0):
     """
     problem, lead, _ = _validate.build_problem(q, k, k, None, seed)
     proj_dim = _check(problem.q.shape[2], proj_dim, "srht", seed)[0]
-    pairs = [balanced_pair(problem, h, proj_dim) for h in range(len(problem.query_head))]
-    return tuple(np.stack([pair[side] for pair in pairs]).reshape(*lead, -1, proj_dim) for side in range(2))
+    pairs = balanced_pairs(problem, np.arange(len(problem.query_head)), proj_dim)[:2]
+    return tuple(np.ascontiguousarray(p.transpose(0, 2, 1)).reshape(*lead, -1, proj_dim) for p in pairs)
 
 
 def _check(dim, proj_dim, kind, seed):

@@ -5,6 +5,24 @@ from dataclasses import dataclass
 
 from . import plan
 
+# Columns of the report that each rank step brings to the host: what the fit found, then what `finish` did.
+(
+    LEAVE_ONE_OUT,
+    SLOPE,
+    RANK,
+    WINDOW,
+    FLAGGED_ROWS,
+    FALLBACK_ROWS,
+    ERROR,
+    LIMIT,
+    ROW_ERROR,
+    ROW_SHARE,
+    SIZE,  # |out|, to which rounding is relative
+    EXACT_ROWS,  # before the held-out rows were replaced
+    HELD_OUT_ROWS,
+) = range(13)
+COLUMNS = 13
+
 
 @dataclass
 class HeadResult:
@@ -31,3 +49,16 @@ def count_rows(problem, heads, results, count):
     _, m, d, e = problem.shape
     for head in heads:
         results[head].flops += plan.row_flops(count, m, d, e)
+
+
+def note(problem, result, row, rank, rounding):
+    """One head's row of the report into its result; `rounding` is the relative error that rounding alone may cause."""
+    n, m, d, e = problem.shape
+    result.rank, result.effective_rank, result.window = rank, int(row[RANK]), max(int(row[WINDOW]), 0)
+    result.error, result.row_error, result.row_share = (float(row[c]) for c in (ERROR, ROW_ERROR, ROW_SHARE))
+    result.error_limit = math.hypot(row[LIMIT], rounding)
+    flagged, fallback, held_out = (int(row[c]) for c in (FLAGGED_ROWS, FALLBACK_ROWS, HELD_OUT_ROWS))
+    result.flagged_rows, result.fallback_rows = flagged, fallback
+    result.rows = int(row[EXACT_ROWS]) + held_out
+    result.flops += plan.apply_flops(n, d, e, rank, result.window)
+    result.flops += plan.row_flops(flagged - fallback + held_out, m, d, e)

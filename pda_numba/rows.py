@@ -8,32 +8,40 @@ results are merged in a fixed order, so that the number of threads does not chan
 `lse` and the masses are in units of log 2.
 """
 
-import math
-
 import numpy as np
 from numba import prange
 
-from ._jit import cpu_kernel, shared
+from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from .kernels import tile
 from .kernels.panel import (
     PANELS,
     TILE,
     add_values,
+    larger,
     load_tile,
+    log_sum,
     multiply_keys,
     pack_query,
     raise_top,
     weigh,
+    weight,
 )
-from .kernels.scalar import exp2
 from .kernels.simd import lane_count, lanes, padded
+from .kernels.team import barrier, member, members
 from .problem import Problem
 
 # --- bodies ---
 
 
 @shared
-def _attend(q, k, v, which, first, count, start, stop, factor, out, lse, mass):
-    """Queries first .. first + count of `which` against keys start .. stop of one head."""
+def _chosen(which, h, i):
+    """The i-th query of a head's list; an empty list stands for all queries."""
+    return which[h, i] if which.shape[1] else np.int64(i)
+
+
+@shared
+def _attend(q, k, v, which, h, first, count, start, stop, factor, place, out, lse, mass):
+    """The queries first .. first + count of head h's list against keys start .. stop; row i of `out` is `place[i]`."""
     element = out.dtype
     width = lane_count(out)
     used = (count + width - 1) // width
@@ -46,7 +54,7 @@ def _attend(q, k, v, which, first, count, start, stop, factor, out, lse, mass):
     scores = np.empty((TILE, width), element)
     key_tile, value_tile = np.empty((TILE, depth), element), np.empty((TILE, values), element)
     for i in range(count):
-        pack_query(queries[i // width], i % width, q, which[first + i], factor)
+        pack_query(queries[i // width], i % width, q, _chosen(which, h, first + i), factor)
     for j in range(start, stop, TILE):
         keys = min(TILE, stop - j)
         load_tile(key_tile, k, j, keys)
@@ -60,20 +68,41 @@ def _attend(q, k, v, which, first, count, start, stop, factor, out, lse, mass):
             add_values(sums[p], value_tile, scores, keys)
             if mass.shape[0]:
                 for x in range(min(width, count - p * width)):
-                    mass[first + p * width + x, j // TILE] = top[p, x] + math.log2(tile_total[x])
+                    mass[first + p * width + x, j // TILE] = log_sum(top[p, x], tile_total[x])
     for i in range(count):
         p, x = i // width, i % width
-        lse[first + i] = top[p, x] + math.log2(total[p, x])
+        lse[first + i] = log_sum(top[p, x], total[p, x])
         share = 1 / total[p, x]
+        row = _chosen(which, h, first + i) if place else first + i
         for e in range(v.shape[1]):
-            out[first + i, e] = sums[p, e, x] * share
+            out[row, e] = sums[p, e, x] * share
 
 
-# --- CPU driver ---
+@shared
+def _merge(partial_out, partial_lse, h, i, out, lse):
+    """o = sum_s 2^(lse_s - lse) o_s, in the order of the splits, for one row by a team."""
+    splits = partial_lse.shape[0]
+    top = partial_lse[0, h, i]
+    for s in range(1, splits):
+        top = larger(partial_lse[s, h, i], top)
+    total = top - top
+    for s in range(splits):
+        total += weight(partial_lse[s, h, i], top)
+    if member() == 0:
+        lse[h, i] = log_sum(top, total)
+    for e in range(member(), out.shape[2], members()):
+        out[h, i, e] = 0
+    for s in range(splits):
+        share = weight(partial_lse[s, h, i], top) / total
+        for e in range(member(), out.shape[2], members()):
+            out[h, i, e] += share * partial_out[s, h, i, e]
+
+
+# --- CPU drivers ---
 
 
 @cpu_kernel
-def _rows_cpu(q, k, v, query_head, key_head, which, split, factor, out, lse, mass):
+def _rows_cpu(q, k, v, query_head, key_head, which, used, place, scatter, split, factor, out, lse, mass):
     splits, heads, count = lse.shape
     block = PANELS * lane_count(out)
     blocks = (count + block - 1) // block
@@ -82,68 +111,164 @@ def _rows_cpu(q, k, v, query_head, key_head, which, split, factor, out, lse, mas
         h, rest = item // (blocks * splits), item % (blocks * splits)
         b, s = rest // splits, rest % splits
         first = b * block
-        _attend(
-            q[query_head[h]],
-            k[key_head[h]],
-            v[key_head[h]],
-            which[h],
-            first,
-            min(block, count - first),
-            s * split,
-            min(keys, (s + 1) * split),
-            factor,
-            out[s, h],
-            lse[s, h],
-            mass[h],
-        )
+        if first < used[h]:
+            _attend(
+                q[query_head[h]],
+                k[key_head[h]],
+                v[key_head[h]],
+                which,
+                h,
+                first,
+                min(block, used[h] - first),
+                s * split,
+                min(keys, (s + 1) * split),
+                factor,
+                scatter,
+                out[s, place[h]],
+                lse[s, h],
+                mass[h],
+            )
 
 
 @cpu_kernel
-def _merge_cpu(partial_out, partial_lse, out, lse):
-    # o = sum_s 2^(lse_s - lse) o_s, in the order of the splits.
-    splits, heads, count = partial_lse.shape
+def _merge_cpu(partial_out, partial_lse, used, out, lse):
+    heads, count = lse.shape
     for item in prange(heads * count):
         h, i = item // count, item % count
-        top = partial_lse[0, h, i]
-        for s in range(1, splits):
-            top = max(top, partial_lse[s, h, i])
-        total = top - top
-        for s in range(splits):
-            total += exp2(partial_lse[s, h, i] - top)
-        lse[h, i] = top + math.log2(total)
-        out[h, i, :] = 0
-        for s in range(splits):
-            share = exp2(partial_lse[s, h, i] - top) / total
-            for e in range(out.shape[2]):
-                out[h, i, e] += share * partial_out[s, h, i, e]
+        if i < used[h]:
+            _merge(partial_out, partial_lse, h, i, out, lse)
+
+
+# --- CUDA drivers ---
+
+
+def _rows_driver(element):
+    """One block for THREADS queries, one split of the keys and a a value columns of one head."""
+    a = tile.queries_per_thread(element)
+    keys, columns_at_once, block = tile.tile_keys(element), tile.tile_columns(element), a * tile.KEYS_PER_THREAD
+    depth, rows_of_buffers, threads = tile.depth(element), tile.buffer_rows(element), tile.THREADS
+    piece_size = keys * tile.CHUNK // threads
+    lowest = element.type(np.finfo(element).min / 2)
+
+    @cuda_kernel(tile.THREADS, tile.BLOCKS)
+    def rows_cuda(
+        q, k, v, query_head, key_head, which, used, place, scatter, split, factor, vectors, out, lse, mass
+    ):
+        t, h = cuda.threadIdx.x, cuda.blockIdx.z
+        columns = (v.shape[2] + columns_at_once - 1) // columns_at_once
+        s, column = cuda.blockIdx.y // columns, cuda.blockIdx.y % columns * columns_at_once
+        i = cuda.blockIdx.x * threads + t
+        if cuda.blockIdx.x * threads >= used[h]:
+            return
+        scores = cuda.shared.array((keys, threads), element, alignment=16)
+        queries = cuda.shared.array((depth, threads), element, alignment=16)
+        buffers = cuda.shared.array((rows_of_buffers, columns_at_once), element, alignment=16)
+        factors = cuda.shared.array(threads, element)
+        # Kept in shared memory, where only their own thread needs them: registers are scarcer.
+        top = cuda.shared.array(threads, element)
+        total = cuda.shared.array(threads, element)
+        tile_total = cuda.shared.array(threads, element)
+        acc = cuda.local.array(columns_at_once, element)
+        product = cuda.local.array(block, element)
+        piece = cuda.local.array(piece_size, element)
+        left = cuda.local.array(a, element)
+        right = cuda.local.array(a, element)
+        q_h, k_h, v_h = q[query_head[h]], k[key_head[h]], v[key_head[h]]
+        start, stop = s * split, min(k.shape[1], (s + 1) * split)
+        row = _chosen(which, h, min(i, used[h] - 1))
+        zero = acc.dtype.type(0)
+        top[t], total[t] = lowest, zero
+        tile.fill(acc, zero)
+        for j in range(start, stop, keys):
+            tile.fill(product, zero)
+            for first in range(0, q.shape[2], depth):
+                if j == start or q.shape[2] > depth:
+                    tile.stage_queries(queries, q_h, row, first, factor, t, vectors & 1)
+                tile.multiply_keys(
+                    product, left, right, piece, queries, buffers, k_h, j, stop, first, t, a, vectors & 2
+                )
+            tile.put_block(scores, product, t, a)
+            barrier()
+            tile.hide_scores(scores, min(keys, stop - j), lowest, t)
+            peak = tile.peak_of(scores, top[t], t)
+            shrink = weight(top[t], peak)
+            top[t], factors[t] = peak, shrink
+            added = tile.weigh(scores, peak, t)
+            total[t] = total[t] * shrink + added
+            tile_total[t] = added if j % TILE == 0 else tile_total[t] * shrink + added
+            if mass.shape[1] and column == 0 and i < used[h] and (j + keys >= stop or (j + keys) % TILE == 0):
+                mass[h, i, j // TILE] = log_sum(peak, tile_total[t])
+            tile.begin_values(piece, buffers, v_h, j, stop, column, t, a, vectors & 4)
+            barrier()
+            tile.scale_queries(acc, factors, t, a)
+            tile.add_values(acc, left, right, piece, scores, buffers, v_h, j, stop, column, t, a, vectors & 4)
+        factors[t] = acc.dtype.type(1) / total[t]
+        if column == 0 and i < used[h]:
+            lse[s, h, i] = log_sum(top[t], total[t])
+        barrier()
+        tile.scale_queries(acc, factors, t, a)
+        tile.put_block(queries, acc, t, a)
+        barrier()
+        if i < used[h]:
+            tile.write_row(out[s, place[h]], row if scatter else i, queries, column, t, vectors & 8)
+
+    return rows_cuda
+
+
+_ROWS_CUDA = {element: _rows_driver(np.dtype(element)) for element in (np.float32, np.float64)}
+
+
+@cuda_kernel(64)
+def _merge_cuda(partial_out, partial_lse, used, out, lse):
+    if cuda.blockIdx.x < used[cuda.blockIdx.y]:
+        _merge(partial_out, partial_lse, cuda.blockIdx.y, cuda.blockIdx.x, out, lse)
 
 
 # --- stage ---
 
 
-def rows(problem: Problem, heads, which, *, masses=False, out=None):
-    """Exact attention for the queries `which (heads, n)` of the given heads.
+def rows(problem: Problem, heads, which=None, *, masses=False, out=None, used=None, place=None):
+    """Exact attention for the queries `which (heads, n)` of the given heads, or for all of them.
 
-    Returns `out (heads, n, E)`, `lse (heads, n)` and, if asked for, `masses (heads, n, tiles)`: log2 of the sum of
+    Of each head's list the first `used (heads,)` count, all by default. With `place (all heads, N, E)` row i of head h
+    is written to place[heads[h], which[h, i]]; otherwise to `out (heads, n, E)`, which is made if not given.
+
+    Returns `out` (or `place`), `lse (heads, n)` and, if asked for, `masses (heads, n, tiles)`: log2 of the sum of
     exp(s_ij) over each tile of keys, from which landmarks are drawn.
     """
-    element = problem.element
-    count, values, keys = which.shape[1], problem.v.shape[2], problem.k.shape[1]
-    splits, split = _splits(len(heads) * -(-count // (PANELS * lanes(element))), keys)
-    out = np.empty((len(heads), count, values), element) if out is None else out
-    lse = np.empty((len(heads), count), element)
-    mass = np.empty((len(heads), count if masses else 0, -(-keys // TILE)), element)
-    direct = splits == 1
-    partial_out = out[None] if direct else np.empty((splits, *out.shape), element)
-    partial_lse = lse[None] if direct else np.empty((splits, *lse.shape), element)
-    _rows_cpu(*problem.arrays(heads), which, split, problem.factor, partial_out, partial_lse, mass)
-    if not direct:
-        _merge_cpu(partial_out, partial_lse, out, lse)
+    device, element = problem.device, problem.element
+    n, m, _, e = problem.shape
+    count = n if which is None else which.shape[1]
+    which = device.empty((len(heads), 0), np.int64) if which is None else which
+    used = device.upload(np.full(len(heads), count)) if used is None else used
+    scatter = place is not None
+    target = device.upload(np.asarray(heads) if scatter else np.arange(len(heads)))
+    splits, split = (1, m) if scatter else _splits(problem, len(heads) * -(-count // _block(problem)), m)
+    if out is None:
+        out = place if scatter else device.empty((len(heads), count, e), element)
+    lse = device.empty((len(heads), count), element)
+    mass = device.empty((len(heads), count if masses else 0, -(-m // TILE)), element)
+    partial_out = device.empty((splits, *out.shape), element) if splits > 1 else out.reshape(1, *out.shape)
+    partial_lse = device.empty((splits, *lse.shape), element) if splits > 1 else lse.reshape(1, *lse.shape)
+    task = *problem.arrays(heads), which, used, target, scatter, split, problem.factor
+    if device.name == "cpu":
+        _rows_cpu(*task, partial_out, partial_lse, mass)
+    else:
+        grid = -(-count // tile.THREADS), splits * -(-e // tile.tile_columns(element)), len(heads)
+        vectors = tile.vectors(problem.q, problem.k, problem.v, partial_out)
+        device.run(None, _ROWS_CUDA[element.type], grid, *task, vectors, partial_out, partial_lse, mass)
+    if splits > 1:
+        device.run(_merge_cpu, _merge_cuda, (count, len(heads)), partial_out, partial_lse, used, out, lse)
     return out, lse, mass
 
 
-def _splits(items, keys):
-    """Into how many ranges of whole tiles the keys are cut: enough for 32 pieces of work, at least 1024 keys each."""
-    wanted = max(1, min(-(-32 // max(items, 1)), keys // 1024))
+def _block(problem):
+    """Queries that are worked on together."""
+    return PANELS * lanes(problem.element) if problem.device.name == "cpu" else tile.THREADS
+
+
+def _splits(problem, items, keys):
+    """Into how many ranges of whole tiles the keys are cut: enough pieces of work, at least 1024 keys each."""
+    wanted = max(1, min(-(-problem.device.pieces // max(items, 1)), keys // 1024))
     split = -(-keys // (wanted * TILE)) * TILE
     return -(-keys // split), split

@@ -6,19 +6,24 @@ those of the keys themselves. c and the window are chosen together, by the leave
 uniform rows with the leading landmarks. The same trial fit gives the leverage by which the other rows are drawn.
 """
 
-import dataclasses
+import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import draw, landmarks, plan
-from .apply import apply, features
-from .core import LEVERAGE_COLUMNS, Fit, fit
-from .kernels.simd import lanes, padded
-from .near import near_sums
+from ._jit import cuda, cuda_kernel, serial_kernel, shared
+from .apply import apply
+from .core import LEVERAGE_COLUMNS, fit
+from .kernels.simd import padded
+from .kernels.team import member, members
+from .near import targets
+from .products import features
 from .project import head_bases
 from .results import count_rows
 from .rows import rows
+from .sample import Sample, candidates, draw_by_leverage
 
 TEMPERATURES = (
     1.0,
@@ -31,43 +36,103 @@ TRIAL_RANK = 64  # leading landmarks of the trial fits
 _WIDER = (
     1.1  # a wider window must lower the error by this factor: it costs time, and more landmarks help without it too
 )
+_LEAST_ERROR = 1e-300
+
+# --- bodies ---
 
 
-@dataclass
-class Sample:
-    """Exact rows of the active heads: uniform ones (entries 0 .. of the permutation), then ones drawn by leverage."""
+@shared
+def _halve(h, found, trial_rank, half):
+    """Ranks of the trial fits and of a fit with half the landmarks."""
+    trial_rank[h] = min(found[h], TRIAL_RANK)
+    half[h] = max(found[h] // 2, 1)
 
-    uniform: np.ndarray
-    uniform_out: np.ndarray
-    uniform_lse: np.ndarray
-    masses: np.ndarray
-    uniform_pi: np.ndarray  # probability that the leverage design would have drawn the uniform row too
-    drawn: np.ndarray
-    drawn_out: np.ndarray
-    drawn_lse: np.ndarray
-    drawn_pi: np.ndarray
 
-    def keep(self, which):
-        """Only the heads `which`."""
-        return Sample(*(getattr(self, f.name)[which] for f in dataclasses.fields(self)))
+@shared
+def _choose_trial(h, loo, windows, tile, table, window):
+    """The best of one head's trial fits: its place among all temperatures, its place among all fits, its window.
 
-    def extended(self, **new):
-        """With more rows behind those of the named arrays."""
-        return dataclasses.replace(
-            self, **{name: np.concatenate([getattr(self, name), rows], axis=1) for name, rows in new.items()}
-        )
+    `loo (heads * temperatures, windows)`.
+    """
+    best = np.inf
+    for t in range(len(TEMPERATURES)):
+        place, wider = h * len(TEMPERATURES) + t, 1.0
+        for w in range(windows.shape[1]):
+            judged = loo[place, w] * wider
+            if judged < best or t + w == 0:
+                best = judged
+                tile[h], table[h], window[h] = place, place * windows.shape[1] + w, windows[h, w]
+            wider *= _WIDER
 
-    @property
-    def rows(self):
-        return np.concatenate([self.uniform, self.drawn], axis=1)
 
-    @property
-    def out(self):
-        return np.concatenate([self.uniform_out, self.drawn_out], axis=1)
+@shared
+def _fall(h, half, full, slope):
+    """log2 of the fall of the error from half the rank."""
+    slope[h] = math.log2(max(half[h, 0], _LEAST_ERROR) / max(full[h, 0], _LEAST_ERROR))
 
-    @property
-    def lse(self):
-        return np.concatenate([self.uniform_lse, self.drawn_lse], axis=1)
+
+@shared
+def _copy_columns(source, first, count, out):
+    """`count` entries from `first` on, and zeros behind; by a team."""
+    for c in range(member(), out.shape[0], members()):
+        out[c] = source[first + c] if c < count else out.dtype.type(0)
+
+
+# --- CPU drivers ---
+
+
+@serial_kernel
+def _halve_cpu(found, trial_rank, half):
+    for h in range(len(found)):
+        _halve(h, found, trial_rank, half)
+
+
+@serial_kernel
+def _choose_trial_cpu(loo, windows, tile, table, window):
+    for h in range(len(window)):
+        _choose_trial(h, loo, windows, tile, table, window)
+
+
+@serial_kernel
+def _fall_cpu(half, full, slope):
+    for h in range(len(slope)):
+        _fall(h, half, full, slope)
+
+
+@serial_kernel
+def _copy_columns_cpu(source, first, count, out):
+    for i in range(len(out)):
+        _copy_columns(source[i], first, count, out[i])
+
+
+# --- CUDA drivers: a thread per head; a team per row ---
+
+
+@cuda_kernel(32)
+def _halve_cuda(found, trial_rank, half):
+    for h in range(cuda.grid(1), len(found), cuda.gridsize(1)):
+        _halve(h, found, trial_rank, half)
+
+
+@cuda_kernel(32)
+def _choose_trial_cuda(loo, windows, tile, table, window):
+    for h in range(cuda.grid(1), len(window), cuda.gridsize(1)):
+        _choose_trial(h, loo, windows, tile, table, window)
+
+
+@cuda_kernel(32)
+def _fall_cuda(half, full, slope):
+    for h in range(cuda.grid(1), len(slope), cuda.gridsize(1)):
+        _fall(h, half, full, slope)
+
+
+@cuda_kernel(128)
+def _copy_columns_cuda(source, first, count, out):
+    i = cuda.blockIdx.x
+    _copy_columns(source[i], first, count, out[i])
+
+
+# --- stage ---
 
 
 @dataclass
@@ -75,16 +140,26 @@ class Solved:
     """The fit of every active head at one rank."""
 
     sample: Sample
-    keys: np.ndarray  # the keys that the landmarks began as (heads, R)
-    found: np.ndarray  # landmarks that were not redundant
-    basis: np.ndarray  # of the projection, (heads, 0, D) without
-    tiles: np.ndarray  # landmarks as the panel bodies read them
-    table: np.ndarray
-    window: np.ndarray  # -1 for none
-    loo: np.ndarray
-    slope: np.ndarray  # log2 of the fall of the leave-one-out error from half the rank to this one
-    row_error: np.ndarray
-    row_leverage: np.ndarray
+    keys: Any  # the keys that the landmarks began as (heads, R)
+    found: Any  # landmarks that were not redundant
+    basis: Any  # of the projection, (heads, 0, D) without
+    tiles: Any  # landmarks as the panel bodies read them
+    table: Any
+    window: Any  # -1 for none
+    loo: Any
+    slope: Any  # log2 of the fall of the leave-one-out error from half the rank to this one
+    row_error: Any
+    row_leverage: Any
+
+
+class _Trial(NamedTuple):
+    """The best trial fit of every head."""
+
+    rank: Any
+    table: Any
+    row_leverage: Any
+    tiles: Any  # all landmarks at its temperature
+    window: Any
 
 
 def uniform_part(problem, heads, sample, rank, results, clock):
@@ -95,40 +170,48 @@ def uniform_part(problem, heads, sample, rank, results, clock):
         new = draw.uniform_rows(problem, heads, wanted - have, first=have)
         out, lse, masses = rows(problem, heads, new, masses=True)
     count_rows(problem, heads, results, new.shape[1])
-    pi = np.zeros(new.shape)
-    if sample is None:
-        return Sample(new, out, lse, masses, pi, new[:, :0], out[:, :0], lse[:, :0], pi[:, :0])
-    return sample.extended(uniform=new, uniform_out=out, uniform_lse=lse, masses=masses, uniform_pi=pi)
+    device = problem.device
+    pi = device.zeros(new.shape, np.float64)
+    if sample is not None:
+        return sample.extended(uniform=new, uniform_out=out, uniform_lse=lse, masses=masses, uniform_pi=pi)
+    nothing = (device.empty((len(heads), 0, *x.shape[2:]), x.dtype) for x in (new, out, lse, pi))
+    return Sample(new, out, lse, masses, pi, *nothing, device)
 
 
 def solve(problem, heads, sample, options, rank, results, clock, *, slope):
     """Everything between the uniform rows and the output, at one rank."""
-    n = problem.shape[0]
-    basis, project_landmarks = np.empty((len(heads), 0, problem.shape[2]), problem.element), None
+    device, count = problem.device, len(heads)
+    basis, project_landmarks = device.empty((count, 0, problem.shape[2]), problem.element), None
     if options.proj_dim is not None and options.calibrate:
         with clock.stage("project"):
             basis, project_landmarks = head_bases(problem, heads, options.proj_dim, options.projection)
+    windows = _windows(problem, options)
     with clock.stage("landmarks"):
-        keys, found = _choose_landmarks(problem, heads, sample, rank, int(_windows(problem, options).max()))
+        keys, found = _choose_landmarks(problem, heads, sample, rank, int(windows.max()))
         centres, mean = landmarks.refine(problem, heads, keys, found, landmarks.REFINE_FACTOR * rank)
+        tiles = landmarks.shrink(problem, heads, centres, mean, TEMPERATURES)
+        if project_landmarks is not None:
+            tiles = project_landmarks(tiles, len(TEMPERATURES))
     with clock.stage("fit"):
-        trial, short, tiles, window = _trial(
-            problem, heads, sample, options, centres, mean, found, basis, project_landmarks
-        )
+        trial_rank, half_rank = (device.empty((count,), np.int64) for _ in range(2))
+        device.run(_halve_cpu, _halve_cuda, (1,), found, trial_rank, half_rank)
+        trial = _trial(problem, heads, sample, windows, tiles, trial_rank, basis)
     with clock.stage("leverage"):
-        sample = _leverage_rows(problem, heads, sample, rank, tiles, trial, short, window, basis, results)
+        sample = _leverage_rows(problem, heads, sample, rank, trial, basis, results)
     with clock.stage("fit"):
-        target = _targets(problem, heads, sample.rows, sample.out, sample.lse, window)
-        columns = features(problem, heads, sample.rows, sample.lse, tiles, found, basis)
-        judged = {"used": np.full(len(heads), sample.rows.shape[1]), "first": sample.uniform.shape[1]}
-        common = target, sample.out, _weights(sample, n)
-        full = fit(problem, heads, columns, *common, found, **judged)
-        fall = np.zeros(len(heads))
+        target = targets(problem, heads, sample.rows, sample.out, sample.lse, trial.window.reshape(count, 1))
+        columns = features(problem, heads, sample.rows, sample.lse, trial.tiles, found, basis)
+        common = problem, heads, columns, target, sample.out, sample.weights(problem.shape[0])
+        full = fit(*common, found, first=sample.uniform.shape[1])
+        fall = device.zeros((count,), np.float64)
         if slope:
-            half = fit(problem, heads, columns, *common, np.maximum(found // 2, 1), **judged)
-            fall = np.log2(np.maximum(half.loo[:, 0], 1e-300) / np.maximum(full.loo[:, 0], 1e-300))
-    picked = full.table[:, 0], window, full.loo[:, 0], fall, full.row_error[:, 0], full.row_leverage[:, 0]
-    return Solved(sample, keys, found, basis, tiles, *picked)
+            half = fit(*common, half_rank, first=sample.uniform.shape[1])
+            device.run(_fall_cpu, _fall_cuda, (1,), half.loo, full.loo, fall)
+    # of the one window
+    table, loo, row_error, row_leverage = (
+        x.reshape(count, *x.shape[2:]) for x in (full.table, full.loo, full.row_error, full.row_leverage)
+    )
+    return Solved(sample, keys, found, basis, trial.tiles, table, trial.window, loo, fall, row_error, row_leverage)
 
 
 def _choose_landmarks(problem, heads, sample, rank, apart):
@@ -136,105 +219,59 @@ def _choose_landmarks(problem, heads, sample, rank, apart):
     drawn = sample.uniform, sample.uniform_lse, sample.masses
     pool, size = landmarks.draw_pool(problem, heads, *drawn, count, apart=apart)
     tiles = landmarks.gather(problem, heads, pool, size)
-    none = np.empty((len(heads), 0, problem.shape[2]), problem.element)
+    none = problem.device.empty((len(heads), 0, problem.shape[2]), problem.element)
     columns = features(problem, heads, sample.uniform, sample.uniform_lse, tiles, size, none)
     return landmarks.choose(problem, heads, columns, pool, size, rank)
 
 
 def _windows(problem, options):
-    """Half widths to choose from, -1 for no near field."""
+    """Half widths to choose from, rising, -1 for no near field."""
     n, m = problem.shape[:2]
     if options.window is not None:
         return np.array([options.window if options.window > 0 else -1])
     return np.array([-1, *(w for w in plan.WINDOWS if 0 < w < n)] if n == m else [-1])
 
 
-def _targets(problem, heads, which, exact, lse, window):
-    """[o_i, 1] less the near field of each head's window: (heads, n, 1, E + 1)."""
-    every = np.unique(window)
-    place = np.searchsorted(every, window)
-    return _all_targets(problem, heads, which, exact, lse, every)[np.arange(len(heads)), :, place][:, :, None]
-
-
-def _all_targets(problem, heads, which, exact, lse, windows):
-    """[o_i, 1] less the near field, for rising windows: (heads, n, windows, E + 1)."""
-    full = np.concatenate([exact, np.ones((*exact.shape[:2], 1), exact.dtype)], axis=2)[:, :, None]
-    near = windows[windows >= 0]
-    parts = [full] if windows[0] < 0 else []
-    if len(near):
-        parts.append(full - near_sums(problem, heads, which, lse, near))
-    return np.concatenate(parts, axis=2)
-
-
-def _trial(problem, heads, sample, options, centres, mean, found, basis, project_landmarks):
-    """Trial fits with the leading landmarks at every temperature and window; the best one of each head.
-
-    Returns that `Fit`, its rank, the landmarks' tiles at its temperature, and its window.
-    """
-    windows, count = _windows(problem, options), len(TEMPERATURES)
-    mean = mean[:, None, None]
-    shifted = mean + np.array(TEMPERATURES)[:, None, None] * (centres[:, None] - mean)
-    tiles = np.ascontiguousarray(shifted.reshape(-1, *centres.shape[1:]), problem.element)
-    if project_landmarks is not None:
-        tiles = np.ascontiguousarray(project_landmarks(tiles, count), problem.element)
+def _trial(problem, heads, sample, windows, tiles, rank, basis):
+    """Trial fits with the leading landmarks at every temperature and window; the best one of each head."""
+    device, count = problem.device, len(TEMPERATURES)
+    windows = device.repeat(device.upload(windows[None]), len(heads))
     which, exact, lse = sample.uniform, sample.uniform_out, sample.uniform_lse
-    target = _all_targets(problem, heads, which, exact, lse, windows)
-    rank = np.minimum(found, TRIAL_RANK)
-    leading = np.ascontiguousarray(tiles[:, : padded(min(TRIAL_RANK, centres.shape[1]))])
+    target = targets(problem, heads, which, exact, lse, windows)
+    size = padded(min(TRIAL_RANK, tiles.shape[1]))
+    leading = _columns(device, tiles.reshape(len(tiles), -1), 0, size * tiles.shape[2])
+    leading = leading.reshape(len(tiles), size, tiles.shape[2])
 
-    heads, which, lse, basis, target, exact, ranks = (
-        np.repeat(x, count, axis=0) for x in (heads, which, lse, basis, target, exact, rank)
+    heads = np.repeat(heads, count)
+    which, lse, basis, target, exact, ranks = (
+        device.repeat(x, count) for x in (which, lse, basis, target, exact, rank)
     )
     columns = features(problem, heads, which, lse, leading, ranks, basis)
-    used = np.full(len(heads), which.shape[1])
-    trial = fit(problem, heads, columns, target, exact, np.ones(which.shape), ranks, used=used)
-    judged = trial.loo * _WIDER ** np.arange(len(windows))
-    best = judged.reshape(len(rank), -1).argmin(axis=1)
-    place = best % len(windows)
-    chosen = np.arange(len(rank)) * count + best // len(windows)
-    own = Fit(*(field[chosen, place][:, None] for field in trial))
-    return own, rank, np.ascontiguousarray(tiles[chosen]), windows[place]
+    weight = device.repeat(device.upload(np.ones((1, which.shape[1]))), len(heads))
+    trial = fit(problem, heads, columns, target, exact, weight, ranks)
+    tile, table, window = (device.empty((len(rank),), np.int64) for _ in range(3))
+    device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), trial.loo, windows, tile, table, window)
+    own = (device.take(x.reshape(-1, *x.shape[2:]), table) for x in (trial.table, trial.row_leverage))
+    return _Trial(rank, *own, device.take(tiles, tile), window)
 
 
-def _weights(sample, n):
-    """w_i with w_i^2 = 1 / (pi_i N / n): rows that were likely to be drawn, by either design, count less."""
-    share = sample.uniform.shape[1] / n
-    pi = 1 - (1 - share) * (1 - np.concatenate([sample.uniform_pi, sample.drawn_pi], axis=1))
-    return np.sqrt(pi.shape[1] / (pi * n))
+def _columns(device, source, first, count, width=None):
+    """Columns first .. first + count of a matrix, and zeros up to `width`."""
+    out = device.empty((len(source), count if width is None else width), source.dtype)
+    device.run(_copy_columns_cpu, _copy_columns_cuda, (len(out),), source, first, count, out)
+    return out
 
 
-def _leverage_rows(problem, heads, sample, rank, tiles, trial, short, window, basis, results):
+def _leverage_rows(problem, heads, sample, rank, trial, basis, results):
     """Bring the rows drawn by the trial fit's leverage up to half of the rank's rows."""
-    n, _, _, values = problem.shape
-    candidates, weight, fraction = _candidates(problem, heads, tiles, trial.table[:, 0], short, window, basis, values)
-    for h in range(len(heads)):
-        taken = np.zeros(n, bool)
-        taken[sample.uniform[h]] = taken[sample.drawn[h]] = True
-        weight[h, taken[np.minimum(candidates[h], n - 1)]] = 0
+    starts, fraction = candidates(problem, heads)
+    table = trial.table.reshape(-1, trial.table.shape[2])
+    shown = 1 + LEVERAGE_COLUMNS  # all but the values' columns
+    short = _columns(problem.device, table, problem.shape[3], shown, padded(shown))
+    short = short.reshape(len(heads), -1, short.shape[1])
+    leverage, _ = apply(problem, heads, starts, trial.tiles, short, trial.rank, trial.window, basis, None)
     wanted = max(plan.ROWS_PER_RANK * rank // 2 - sample.drawn.shape[1], rank // 2)
-    place, pi, got, scale = draw.weighted_rows(problem, heads, weight, wanted, stage=draw.LEVERAGE)
-    count = int(got.min())  # the same number in every head keeps the arrays rectangular
-    new = np.take_along_axis(candidates, place[:, :count], axis=1)
+    new, pi, sample = draw_by_leverage(problem, heads, sample, starts, fraction, leverage, trial.row_leverage, wanted)
     out, lse, _ = rows(problem, heads, new)
-    count_rows(problem, heads, results, count)
-    # The uniform rows' own chance: by their leverage when left out, like the candidates', which no fit has seen.
-    own = np.minimum(1.0, scale[:, None] * np.clip(trial.row_leverage[:, 0], 1e-12, None)) * fraction
-    sample = dataclasses.replace(sample, uniform_pi=1 - (1 - sample.uniform_pi) * (1 - own))
-    return sample.extended(drawn=new, drawn_out=out, drawn_lse=lse, drawn_pi=pi[:, :count] * fraction)
-
-
-def _candidates(problem, heads, tiles, table, found, window, basis, values):
-    """Queries among which the leverage rows are drawn, their leverage, and what fraction of all queries they are."""
-    n, width = problem.shape[0], lanes(problem.element)
-    panels = -(-n // width)
-    used = min(panels, plan.CANDIDATES // width)
-    starts = np.tile(np.arange(0, n, width), (len(heads), 1))
-    if used < panels:
-        starts = np.sort(draw.uniform_rows(problem, heads, used, stage=draw.PANELS, size=panels), axis=1) * width
-    short = np.zeros((len(heads), table.shape[1], padded(1 + LEVERAGE_COLUMNS)), problem.element)
-    short[:, :, : 1 + LEVERAGE_COLUMNS] = table[:, :, values : values + 1 + LEVERAGE_COLUMNS]
-    leverage, _ = apply(problem, heads, starts, tiles, short, found, window, basis, None)
-    candidates = (starts[:, :, None] + np.arange(width)).reshape(len(heads), -1)
-    weight = np.clip(leverage, 1e-12, 1e6)
-    weight[candidates >= n] = 0
-    return candidates, weight, used / panels
+    count_rows(problem, heads, results, wanted)
+    return sample.extended(drawn=new, drawn_out=out, drawn_lse=lse, drawn_pi=pi)

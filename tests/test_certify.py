@@ -1,6 +1,7 @@
 """The certificate's parts: reach, the held-out rows and their probabilities, the limit, and its coverage."""
 
 import math
+from types import SimpleNamespace
 
 import naive
 import numpy as np
@@ -9,7 +10,9 @@ from problems import flat
 from scipy import stats
 
 import pda_numba
-from pda_numba import certify, draw
+from pda_numba import certify, draw, holdout
+from pda_numba.reach import reach
+from pda_numba.results import COLUMNS, ERROR, LIMIT, ROW_ERROR, ROW_SHARE
 
 LEVEL = 1e-4  # how likely a perfect sampler would have failed a test when its seed was fixed
 
@@ -26,7 +29,7 @@ def test_reach_is_the_squared_length_in_units_of_the_spread(rng):
     q = rng.standard_normal((n, d)) * np.linspace(0.2, 4, d) + 1
     q[7] *= 20
     problem = flat(np.tile(q, (heads, 1, 1)), np.zeros((heads, 2, d)), np.zeros((heads, 2, 1)))
-    found = certify.reach(problem, np.arange(heads)).mean(axis=0)
+    found = reach(problem, np.arange(heads)).mean(axis=0)
     moment = q.T @ q
     moment += 1e-3 * np.trace(moment) / d * np.eye(d)
     true = n / d * np.einsum("id,de,ie->i", q, np.linalg.inv(moment), q)
@@ -38,24 +41,36 @@ def test_reach_is_the_squared_length_in_units_of_the_spread(rng):
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e15])
 def test_reach_of_extreme_queries_is_a_number(value, rng):
     q = (value * rng.standard_normal((1, 50, 4))).astype(np.float32)
-    reach = certify.reach(flat(q, q, q), np.arange(1))
-    assert np.isfinite(reach).all()
-    assert (reach >= 0).all()
+    found = reach(flat(q, q, q), np.arange(1))
+    assert np.isfinite(found).all()
+    assert (found >= 0).all()
 
 
 # --- held-out rows ---
 
 
-def audits(count, n, first=10, edges=0, sizes=(20, 12, 6), seed=0):
-    """Audits of `count` heads that share one leverage and one reach; rows 0 .. first of the permutation are exact."""
+def hold_out(count, n, first=10, edges=0, sizes=(20, 12, 6), seed=0):
+    """Held-out rows of `count` heads that share one leverage and one reach; rows 0 .. first of the permutation are
+    exact."""
     rng = np.random.default_rng(seed)
-    leverage, reach = rng.random(n) ** 6, rng.random(n) ** 2
+    leverage, far = rng.random(n) ** 6, rng.random(n) ** 2
     problem, heads = many(count, n), np.arange(count)
-    exact = np.zeros((count, n), bool)
-    np.put_along_axis(exact, draw.uniform_rows(problem, heads, first), True, axis=1)
-    spread = [np.tile(x, (count, 1)) for x in (leverage, reach)]
-    drawn = certify.draw_audit(problem, heads, first, exact, *spread, np.full(count, edges), sizes)
-    return drawn, exact, leverage, reach
+    state = np.zeros((count, n), np.int32)
+    np.put_along_axis(state, draw.uniform_rows(problem, heads, first), holdout.EXACT, axis=1)
+    spread = [np.tile(x, (count, 1)) for x in (leverage, far)]
+    every, work = np.ones(count, np.int64), np.full((count, n), np.nan)
+    held = holdout.hold_out(problem, heads, first, state, *spread, edges * every, every, work, sizes)
+    return held, state, leverage, far
+
+
+def audits(*args, **options):
+    """The same head by head: rows, which of them are uniform, pi, and which rows of all are exact."""
+    held, state, leverage, far = hold_out(*args, **options)
+    listed = [
+        SimpleNamespace(rows=held.rows[h, :n], uniform=held.chance[h, :n] != 0, pi=held.pi[h, :n], head=h)
+        for h, n in enumerate(held.count)
+    ]
+    return listed, (state & holdout.EXACT) != 0, leverage, far
 
 
 def test_audit_rows_are_new_and_distinct():
@@ -113,14 +128,23 @@ def test_share_of_rows(count):
     assert certify.share_of_rows(0) == 0.0
 
 
-def judge(audit, y, norm, n):
-    """The certificate of outputs with squared row errors y and exact squared norms `norm`; out has nearly that norm."""
-    rest = np.ones(n, bool)
-    rest[audit.rows] = False
-    none = np.zeros(0)
-    guess = norm + y
-    parts = y[audit.rows], norm[audit.rows], guess[audit.rows]
-    return certify.judge(audit, *parts, guess[rest].sum(), 0.0, n, (none, none, none))
+def judge(held, state, y, norm, left_out=((), (), ())):
+    """The report on outputs with squared row errors y and exact squared norms `norm`, the same ones in every head.
+
+    Rows are (sqrt(norm), 0), and (sqrt(norm), sqrt(y)) in the output. `left_out` are squared errors, leverages and
+    reaches of fitted rows when each is left out.
+    """
+    count, n = state.shape
+    true = np.stack([np.sqrt(norm), np.zeros(n)], axis=1)
+    out = np.stack([np.sqrt(norm), np.sqrt(y)], axis=1)
+    report = np.full((count, COLUMNS), np.nan)
+    error, leverage, far = (np.tile(np.asarray(x, float), (count, 1)) for x in left_out)
+    fitted = certify.Fitted(np.tile(np.arange(error.shape[1]), (count, 1)), error, leverage)
+    truth = true[np.minimum(np.abs(held.rows), n - 1)]  # also of slots that are not used
+    heads, every = np.zeros(count, np.int64), np.ones(count, np.int64)
+    norms = np.tile(norm + y, (count, 1))
+    certify.judge(many(1, n), heads, held, truth, out[None], norms, state, fitted, far, every, report)
+    return report
 
 
 ERRORS = {
@@ -136,17 +160,16 @@ ERRORS = {
 def test_limit_covers_the_error_that_is_left(name):
     """The estimate is right on average; the 95 % limit holds in at least 93 % of draws."""
     count, n = 600, 2000
-    drawn, _, leverage, _ = audits(count, n, first=0, sizes=(128, 48, 16), seed=3)
+    held, state, leverage, _ = hold_out(count, n, first=0, sizes=(128, 48, 16), seed=3)
     rng = np.random.default_rng(11)
     y = 1e-3 * ERRORS[name](rng, n, leverage)
     norm = 1 + rng.random(n)
     covered, ratio = 0, []
-    for audit in drawn:
-        error, limit, _, _ = judge(audit, y, norm, n)
-        left = y.sum() - y[audit.rows].sum()
+    for h, row in enumerate(judge(held, state, y, norm)):
+        left = y.sum() - y[held.rows[h, : held.count[h]]].sum()
         true = math.sqrt(left / norm.sum())
-        covered += limit >= true
-        ratio.append(error**2 / true**2)
+        covered += row[LIMIT] >= true
+        ratio.append(row[ERROR] ** 2 / true**2)
     spread = np.std(ratio) / math.sqrt(count)
     # four standard errors (6e-5), and the share of the norm, which is estimated too
     assert abs(np.mean(ratio) - 1) <= 4 * spread + 0.02
@@ -156,21 +179,19 @@ def test_limit_covers_the_error_that_is_left(name):
 
 def test_limit_allows_for_a_row_like_the_worst_one():
     """One pseudo-row is added, as large as the largest expanded error, held out or left out of the fit."""
-    (audit,), _, _, _ = audits(1, 2000, first=0, sizes=(128, 48, 16))
+    held, state, _, _ = hold_out(1, 2000, first=0, sizes=(128, 48, 16))
     y, norm = np.full(2000, 1e-4), np.ones(2000)
-    expand = (1 - audit.pi) / audit.pi
-    used = expand * y[audit.rows]
+    count = held.count[0]
+    pi = held.pi[0, :count]
+    expand = (1 - pi) / pi
+    used = expand * y[:count]
     total = used.sum()
     # With |out|^2 = |o|^2 + y the deviations from the ratio estimate are y (1 + error^2), which is y to within 1e-4.
-    variance = (expand / audit.pi * y[audit.rows] ** 2).sum()
-    none = np.zeros(0)
-    far = np.full(1, 5.0), np.full(1, 1e-9), np.full(1, 1e-9)  # a left-out row that only the uniform design can draw
-    left_out = 5.0 * (1 - audit.uniform_pi) / audit.uniform_pi
-    for given, pseudo in (((none, none, none), used.max()), (far, left_out)):
-        rest = np.ones(2000, bool)
-        rest[audit.rows] = False
-        parts = y[audit.rows], norm[audit.rows], (norm + y)[audit.rows]
-        _, limit, _, _ = certify.judge(audit, *parts, (norm + y)[rest].sum(), 0.0, 2000, given)
+    variance = (expand / pi * y[:count] ** 2).sum()
+    far = (5.0,), (1e-9,), (1e-9,)  # a left-out row that only the uniform design can draw
+    left_out = 5.0 * (1 - held.uniform_pi[0]) / held.uniform_pi[0]
+    for given, pseudo in ((((), (), ()), used.max()), (far, left_out)):
+        limit = judge(held, state, y, norm, given)[0, LIMIT]
         mean, spread = total + pseudo, variance + pseudo**2
         quantile = stats.gamma.ppf(0.95, mean**2 / spread, scale=spread / mean)
         # 1 % for the approximation of the quantile, 1 % for the estimate of |o|^2 = 2000
@@ -178,15 +199,25 @@ def test_limit_allows_for_a_row_like_the_worst_one():
 
 
 def test_nothing_left_is_no_error():
-    (audit,), _, _, _ = audits(1, 25, first=0, sizes=(128, 48, 16))
-    error, limit, worst, _ = judge(audit, np.full(25, 0.3), np.ones(25), 25)
-    assert error == limit == 0.0
-    assert worst > 0  # what the held-out rows were off by before they were replaced
+    held, state, _, _ = hold_out(1, 25, first=0, sizes=(128, 48, 16))
+    (row,) = judge(held, state, np.full(25, 0.3), np.ones(25))
+    assert row[ERROR] == row[LIMIT] == 0.0
+    assert row[ROW_ERROR] > 0  # what the held-out rows were off by before they were replaced
 
 
 def test_zero_output():
-    (audit,), _, _, _ = audits(1, 100, first=0)
-    assert judge(audit, np.zeros(100), np.zeros(100), 100)[:3] == (0.0, 0.0, 0.0)
+    held, state, _, _ = hold_out(1, 100, first=0)
+    (row,) = judge(held, state, np.zeros(100), np.zeros(100))
+    assert row[ERROR] == row[LIMIT] == row[ROW_ERROR] == 0.0
+
+
+def test_heads_that_are_not_live_are_left_alone():
+    problem, heads = many(2, 50), np.arange(2)
+    state, live = np.zeros((2, 50), np.int32), np.array([0, 1])
+    weight, work = np.ones((2, 50)), np.empty((2, 50))
+    held = holdout.hold_out(problem, heads, 0, state, weight, weight, np.zeros(2, np.int64), live, work, (5, 4, 3))
+    assert held.count[0] == 0 < held.count[1]
+    assert not state[0].any()
 
 
 # --- the public judge ---
@@ -239,11 +270,10 @@ def test_row_statement_holds():
     rng = np.random.default_rng(2)
     n, trials = 1000, 300
     y = 1e-4 * rng.lognormal(sigma=2, size=n)
-    drawn, _, _, _ = audits(trials, n, first=0, sizes=(128, 48, 16))
-    held = 0
-    for audit in drawn:
-        _, _, worst, share = judge(audit, y, np.ones(n), n)
-        within = np.sqrt(y) <= worst * (1 + 1e-3)  # the typical row has length 1, estimated to within 1e-3
-        held += within.mean() >= share
+    held, state, _, _ = hold_out(trials, n, first=0, sizes=(128, 48, 16))
+    kept = 0
+    for row in judge(held, state, y, np.ones(n)):
+        within = np.sqrt(y) <= row[ROW_ERROR] * (1 + 1e-3)  # the typical row has length 1, estimated to within 1e-3
+        kept += within.mean() >= row[ROW_SHARE]
     # binomial: fewer than this with probability 1e-4 if each holds with 95 %
-    assert held >= naive.fewest_successes(trials, 0.95, 1e-4)
+    assert kept >= naive.fewest_successes(trials, 0.95, 1e-4)

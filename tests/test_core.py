@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from problems import flat
 
-from pda_numba import core
+from pda_numba import core, leave_one_out
 from pda_numba.kernels.simd import padded
 
 LEVELS = 10.0 ** np.arange(-16, 1)
@@ -23,21 +23,20 @@ def case(rng, n, r, e, windows=1, noise=0.05):
     return x, target, exact, 0.5 + rng.random(n)
 
 
-def run(cases, used=None, first=0, dtype=np.float64):
+def run(cases, first=0, dtype=np.float64):
     """The stage on some cases of the same size."""
     x, target, exact, weight = (np.stack(a) for a in zip(*cases, strict=True))
     count, n, r = x.shape
     features = np.zeros((count, padded(r), n))
     features[:, :r] = x.transpose(0, 2, 1)
     problem = flat(*(np.zeros((count, 2, d), dtype) for d in (1, 1, exact.shape[2])))
-    used = np.full(count, n) if used is None else used
     rank = np.full(count, r)
-    return core.fit(problem, np.arange(count), features, target, exact, weight, rank, used=used, first=first)
+    return core.fit(problem, np.arange(count), features, target, exact, weight, rank, first=first)
 
 
 def left_out_loss(x, target, exact, weight, level, first=0):
     errors = np.square(naive.left_out_outputs(x, target, exact, weight, level) - exact).sum(axis=1)
-    errors = np.minimum(errors, core._LARGEST_ERROR**2 * np.square(exact).sum() / len(exact))
+    errors = np.minimum(errors, leave_one_out._LARGEST_ERROR**2 * np.square(exact).sum() / len(exact))
     return (weight**2 * errors)[first:].sum(), errors
 
 
@@ -114,18 +113,24 @@ def test_a_row_that_is_fitted_by_itself_alone(rng):
     assert done.ridge[0, 0] < 1e-7
     assert done.row_leverage[0, 0, 7] > 1e6
     # T = [o, 1] and a fit of nothing: the normaliser is 0, which counts as the largest error there is
-    largest = core._LARGEST_ERROR**2 * np.square(exact).sum() / 30
+    largest = leave_one_out._LARGEST_ERROR**2 * np.square(exact).sum() / 30
     assert done.row_error[0, 0, 7] == pytest.approx(largest, rel=1e-12)
 
 
-def test_only_used_rows_count(rng):
+@pytest.mark.parametrize("first", [0, 17])
+def test_rows_of_weight_zero_do_not_count(first, rng):
+    """Whatever they hold, and wherever they are."""
     x, target, exact, weight = case(rng, 40, 5, 3)
-    alone = run([(x[:28], target[:28], exact[:28], weight[:28])])
-    x[28:], target[28:], exact[28:], weight[28:] = np.nan, np.nan, np.nan, np.nan
-    among = run([(x, target, exact, weight)], used=np.array([28]))
+    out = np.arange(40) % 4 == 1
+    alone = run([(x[~out], target[~out], exact[~out], weight[~out])], first=(~out)[:first].sum())
+    x[out], target[out], exact[out], weight[out] = np.nan, np.nan, np.nan, 0
+    among = run([(x, target, exact, weight)], first=first)
     assert among.ridge[0, 0] == alone.ridge[0, 0]
+    assert among.loo[0, 0] == pytest.approx(alone.loo[0, 0], rel=1e-9)
     np.testing.assert_allclose(among.table[0, 0, :, :4], alone.table[0, 0, :, :4], rtol=1e-9, atol=1e-12)
-    assert (among.row_error[0, 0, 28:] == 0).all()
+    for per_row in (among.row_error, among.row_leverage):
+        assert (per_row[0, 0, out] == 0).all()
+    np.testing.assert_allclose(among.row_error[0, 0, ~out], alone.row_error[0, 0], rtol=1e-9, atol=1e-12)
 
 
 def test_fewer_rows_than_landmarks(rng):
@@ -155,7 +160,7 @@ def test_features_that_are_all_zero_cost_the_largest_error(rng):
     """Nothing can be fitted. The apply pass flags every row of such a head (its normaliser is not positive)."""
     x, target, exact, _ = case(rng, 30, 6, 3)
     done = run([(0 * x, target, exact, np.ones(30))])
-    assert done.loo[0, 0] == pytest.approx(core._LARGEST_ERROR, rel=1e-12)
+    assert done.loo[0, 0] == pytest.approx(leave_one_out._LARGEST_ERROR, rel=1e-12)
 
 
 def test_heads_do_not_mix(rng):

@@ -77,13 +77,11 @@ WEIGHTS = {
 def test_inclusion_probabilities(name, count):
     weight, trials = WEIGHTS[name], 4000
     problem, heads = many(trials, 50)
-    place, pi, found, scale = draw.weighted_rows(
-        problem, heads, np.tile(weight, (trials, 1)), count, stage=draw.LEVERAGE
-    )
+    place, pi, scale = draw.weighted_rows(problem, heads, np.tile(weight, (trials, 1)), count, stage=draw.LEVERAGE)
     true = naive.inclusion_probabilities(weight, count)
     np.testing.assert_allclose(np.minimum(1, scale[:, None] * weight), np.tile(true, (trials, 1)), atol=1e-9)
     # rounding may lose the last draw where the start of the walk falls within 1e-12 of a whole step
-    assert (found == count).all()
+    assert (pi > 0).all()
     np.testing.assert_allclose(pi, true[place], atol=1e-9)
     assert all(len(set(row)) == count for row in place)
     included = np.bincount(place.ravel(), minlength=50)
@@ -100,16 +98,14 @@ def test_inclusion_probabilities(name, count):
 def test_fewer_positive_weights_than_draws():
     problem, heads = many(2, 8)
     weight = np.array([[0, 1, 0, 2, 0, 0, 5e-9, 0], [1, 1, 1, 1, 1, 1, 1, 0]], float)
-    place, pi, found, _ = draw.weighted_rows(problem, heads, weight, 5, stage=draw.AUDIT)
-    assert found.tolist() == [3, 5]
-    assert place[0, :3].tolist() == [1, 3, 6]
-    assert (pi[0, :3] == 1).all()
+    place, pi, _ = draw.weighted_rows(problem, heads, weight, 5, stage=draw.AUDIT)
+    assert place[0].tolist() == [1, 3, 6, 0, 0]
+    assert pi[0].tolist() == [1, 1, 1, 0, 0]  # slots that are left over: position 0 with probability 0
     np.testing.assert_allclose(pi[1], 5 / 7, rtol=1e-12)
 
 
 def test_no_draws():
     problem, heads = many(1, 4)
-    place, _, found, scale = draw.weighted_rows(problem, heads, np.ones((1, 4)), 0, stage=draw.AUDIT)
+    place, _, scale = draw.weighted_rows(problem, heads, np.ones((1, 4)), 0, stage=draw.AUDIT)
     assert place.shape == (1, 0)
-    assert found[0] == 0
     assert scale[0] == 0

@@ -18,9 +18,9 @@ def raw_draws(q, k, which, draws, *, apart=-1):
     problem = flat(q, k, np.zeros((len(k), 1), q.dtype))
     _, lse, masses = rows(problem, heads(problem), which, masses=True)
     pool = np.empty((1, draws + which.shape[1]), np.int64)
-    landmarks._pool_cpu(
-        *problem.arrays(heads(problem)), which, lse, masses, apart, draws, problem.factor, problem.seed, pool
-    )
+    scratch = np.empty((4, masses.shape[2])), np.empty((4, 3, TILE))
+    task = which, lse, masses, apart, draws, problem.factor, problem.seed
+    landmarks._pool_cpu(*problem.arrays(heads(problem)), *task, *scratch, pool)
     return pool[0]
 
 

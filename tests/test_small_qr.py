@@ -6,14 +6,14 @@ import pytest
 from scipy import linalg
 
 from pda_numba.kernels.simd import lanes, padded
-from pda_numba.kernels.small_qr import triangularise
+from pda_numba.kernels.small_qr import qr_places, triangularise
 
 WIDTH = lanes(np.float64)
 
 
 @numba.njit(error_model="numpy")
-def _triangularise(a, columns):
-    triangularise(a, columns)
+def _triangularise(a, columns, work):
+    triangularise(a, columns, work)
 
 
 def qr(a, columns):
@@ -22,7 +22,7 @@ def qr(a, columns):
     panels = np.zeros((-(-total // WIDTH), padded(n), WIDTH))
     for c in range(total):
         panels[c // WIDTH, :n, c % WIDTH] = a[:, c]
-    _triangularise(panels, columns)
+    _triangularise(panels, columns, np.full(qr_places(padded(n), WIDTH, 1)[-1], np.nan))
     return np.stack([panels[c // WIDTH, :, c % WIDTH] for c in range(total)], axis=1)
 
 

@@ -54,7 +54,7 @@ def test_rows_likely_to_be_drawn_weigh_less():
     count, n, rank = 60, 900, 32
     q, k, v = (np.tile(x, (count, 1, 1)) for x in make("decaying", n, seed=2))
     done = run(flat(q, k, v), rank)
-    weight = solve._weights(done.sample, n) ** 2
+    weight = done.sample.weights(n) ** 2
     exact = naive.attention(q[0], k[0], v[0])
     for y in (np.ones(n), np.square(exact).sum(axis=1), np.square(q[0]).sum(axis=1)):
         estimate = (weight * y[done.sample.rows]).sum(axis=1) * n / weight.shape[1]

@@ -26,7 +26,7 @@ class Stage:
     def setup(self, rank):
         arrays = smooth_heads((1, 16384, 64))
         self.problem, *_ = _validate.build_problem(*arrays, None, 0)
-        ranges = _validate.scan(self.problem, self.problem.element, check_finite=False)
+        ranges = find_ranges(self.problem, self.problem.element, check_finite=False)
         self.bounds = ranges.low, ranges.high
         self.heads = np.array([0])
         self.where = draw.uniform_rows(self.problem, self.heads, ROWS_PER_RANK * rank)

@@ -41,12 +41,14 @@ def main():
 @click.option(
     "--tol", type=click.FloatRange(min=0, min_open=True), default=0.1, show_default=True, help="Target error."
 )
+@options.device
 @options.debug
-def demo(out, max_tokens, seed, tol):
+def demo(out, max_tokens, seed, tol, device):
     """Show accuracy on real attention heads and time up to 256k tokens."""
     from . import demo as work
 
-    work.run(out, max_tokens, seed, tol)
+    _check_device(device)
+    work.run(out, max_tokens, seed, tol, device)
 
 
 # --- run ---
@@ -87,11 +89,15 @@ def _read(q_file, k_file, v_file, choices):
     planned = {name: choices[name] for name in ("rank", "tol", "window", "proj_dim", "method")}
     with bad_input():
         pda_numba.plan(q.shape, k.shape, v.shape, q.dtype, **options.for_plan(**planned))
+    _check_device(choices.get("device", "auto"))
+    return q, k, v
+
+
+def _check_device(device):
     try:
-        resolve_device(choices.get("device", "auto"))
+        resolve_device(device)
     except RuntimeError as error:
         raise files.BadInput(str(error)) from error
-    return q, k, v
 
 
 def _output_shape(q, k, v):

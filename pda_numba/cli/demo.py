@@ -55,17 +55,17 @@ class LengthResult:
     workspace: int
 
 
-def run(out, max_tokens, seed, tol):
+def run(out, max_tokens, seed, tol, device):
     """The whole demo: two tables of real heads, one of long sequences, a picture."""
     if importlib.util.find_spec("matplotlib") is None:
-        _measure(max_tokens, seed, tol)
+        _measure(max_tokens, seed, tol, device)
         click.echo("No picture: matplotlib is not installed. To get one: pip install matplotlib")
         return
     kind = os.path.splitext(out)[1].lower()
     if kind not in PICTURES:
         raise files.BadInput(f"--out must end in {', '.join(PICTURES)}; got '{out}'")
     with files.Output(out, force=True, advice="give another path with --out") as target:
-        by_tol, by_rank, longer = _measure(max_tokens, seed, tol)
+        by_tol, by_rank, longer = _measure(max_tokens, seed, tol, device)
         from . import figure
 
         figure.draw(by_tol, by_rank, longer, tol, target.temporary, kind[1:])
@@ -73,19 +73,19 @@ def run(out, max_tokens, seed, tol):
     click.echo(f"Picture: {out}")
 
 
-def _measure(max_tokens, seed, tol):
+def _measure(max_tokens, seed, tol, device):
     lengths = [n for n in (4096 << i for i in range(64)) if n <= max_tokens]
     heads = {name: _load(name) for name in SETS}
     each = sum(len(q) for q, _k, _v, _scale in heads.values())
     with waiting.Steps(1 + 4 * each) as steps:
         steps.next("preparing the kernels (the first run compiles them)")
-        waiting.call(_warm_up)
-        truth = _truth(heads, steps, tol, seed)
-        by_tol = _low_rank(heads, truth, steps, f"target {tol:g}", tol=tol, seed=seed)
-        by_rank = _low_rank(heads, truth, steps, f"rank {RANK}", rank=RANK, tol=None, seed=seed)
+        waiting.call(_warm_up, device)
+        truth = _truth(heads, steps, tol, seed, device)
+        by_tol = _low_rank(heads, truth, steps, f"target {tol:g}", tol=tol, seed=seed, device=device)
+        by_rank = _low_rank(heads, truth, steps, f"rank {RANK}", rank=RANK, tol=None, seed=seed, device=device)
     _print_heads(by_tol, by_rank, tol)
     with waiting.Steps(len(lengths)) as steps:
-        longer = _lengths(lengths, seed, steps)
+        longer = _lengths(lengths, seed, steps, device)
     _print_lengths(longer)
     return by_tol, by_rank, longer
 
@@ -99,11 +99,11 @@ def _load(name):
         return *(arrays[x].astype(np.float32) for x in "qkv"), float(arrays["scale"])
 
 
-def _warm_up():
+def _warm_up(device):
     """Compile or load every kernel that is timed below."""
     q, k, v = smooth_head(2048, 0)
-    pda_numba.attention(q, k, v, rank=RANK, tol=None, method="pda")
-    pda_numba.attention(q, k, v, method="exact")
+    pda_numba.attention(q, k, v, rank=RANK, tol=None, method="pda", device=device)
+    pda_numba.attention(q, k, v, method="exact", device=device)
 
 
 def _each(heads):
@@ -112,15 +112,16 @@ def _each(heads):
             yield (name, h), (q, k, v), scale
 
 
-def _truth(heads, steps, tol, seed):
+def _truth(heads, steps, tol, seed, device):
     """{(set, head): (exact output in float64, seconds of exact attention in float32, what "auto" chooses)}."""
     truth = {}
     for place, (q, k, v), scale in _each(heads):
         steps.next(f"{place[0]} head {place[1]}: the true output, float64")
         exact = waiting.call(reference.exact_rows, q, k, v, np.arange(len(q)), scale)
         steps.next(f"{place[0]} head {place[1]}: exact and automatic")
-        seconds, _ = waiting.call(_timed, q, k, v, scale=scale, method="exact")
-        _, info = waiting.call(pda_numba.attention, q, k, v, scale=scale, tol=tol, seed=seed, return_info=True)
+        seconds, _ = waiting.call(_timed, q, k, v, scale=scale, method="exact", device=device)
+        choices = {"scale": scale, "tol": tol, "seed": seed, "device": device}
+        _, info = waiting.call(pda_numba.attention, q, k, v, return_info=True, **choices)
         truth[place] = exact, seconds, str(info.method)
     return truth
 
@@ -224,16 +225,17 @@ def _walk(rng, tokens, dim):
     return np.sqrt(np.float32(0.5)) * (drift + rng.standard_normal((tokens, dim), dtype=np.float32))
 
 
-def _lengths(lengths, seed, steps):
+def _lengths(lengths, seed, steps, device):
     results = []
     law = None  # seconds per token squared, from the longest exact run
     for tokens in lengths:
         steps.next(f"{tokens:,} tokens")
         q, k, v = waiting.call(smooth_head, tokens, seed)
-        seconds, (out, info) = waiting.call(_timed, q, k, v, rank=LONG_RANK, tol=None, method="pda", seed=seed)
+        choices = {"rank": LONG_RANK, "tol": None, "method": "pda", "seed": seed, "device": device}
+        seconds, (out, info) = waiting.call(_timed, q, k, v, **choices)
         measured = law is None or law * tokens**2 <= PATIENCE
         if measured:
-            exact_seconds, _ = waiting.call(_timed, q, k, v, 1, method="exact")
+            exact_seconds, _ = waiting.call(_timed, q, k, v, 1, method="exact", device=device)
             law = exact_seconds / tokens**2
         rows = np.sort(np.random.default_rng([seed, 2]).choice(tokens, CHECKED_ROWS, replace=False))
         exact = waiting.call(reference.exact_rows, q, k, v, rows, reference.default_scale(q))

@@ -44,6 +44,14 @@ debug = click.option(
     help="Show the traceback of an error (or set PDA_NUMBA_DEBUG=1).",
 )
 
+device = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to compute; auto takes a GPU where that is faster.",
+)
+
 _PLANNED = [
     click.option("--rank", type=int, metavar="R", help="Fixed rank; without it the smallest that meets --tol."),
     click.option(
@@ -75,7 +83,7 @@ _RUN_ONLY = [
         help="Kind of the projection, with --proj-dim.",
     ),
     click.option("--scale", type=float, metavar="X", help="Factor on the logits.  [default: 1/sqrt(D)]"),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    device,
     click.option(
         "--seed", type=int, metavar="S", default=0, show_default=True, help="Every random draw follows from it."
     ),

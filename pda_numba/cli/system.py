@@ -12,10 +12,11 @@ import numba
 
 import pda_numba
 
+from .. import device
 from . import text
 
 _PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
-_OPTIONAL = ("matplotlib", "ml_dtypes")
+_OPTIONAL = ("numba-cuda", "matplotlib", "ml_dtypes")
 _LAYERS = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}
 _FEATURES = ("avx", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "neon", "sve")
 
@@ -31,7 +32,7 @@ def facts():
         ("cpu", f"{llvmlite.binding.get_host_cpu_name()}; {_features()}"),
         ("threads", _threads()),
         ("threading layer", _layer()),
-        ("devices", "cpu (this release has no GPU kernels)"),
+        ("devices", f"cpu; {_gpu()}"),
         ("kernel cache", _cache()),
     ]
 
@@ -70,6 +71,11 @@ def _loads(module):
     except ImportError:
         return False
     return True
+
+
+def _gpu():
+    missing = device.why_no_gpu()
+    return f"no cuda: {missing}" if missing else f"cuda: {device.gpu_name()}"
 
 
 def _cache():

@@ -1,4 +1,5 @@
-"""Attention of one panel of queries to one tile of keys, on the CPU: the body of every pass over the keys.
+"""Attention of one panel of queries to one tile of keys: the arithmetic of every pass over the keys, on both devices,
+and the CPU's schedule for it.
 
 A panel holds its queries in the lanes: `queries (D, lanes)`, `scores (keys, lanes)`, `sums (E, lanes)`. The state of
 the online softmax is, per lane, `top` (running maximum of the scores), `total` (sum of the weights) and `sums`
@@ -9,12 +10,52 @@ the online softmax is, per lane, `top` (running maximum of the scores), `total` 
 Scores are in units of log 2: the factor scale * log2(e) is applied to the queries when they are packed.
 """
 
+import math
+
 from .._jit import shared
-from .scalar import exp2, widen
+from .scalar import exp2, fma, widen
 from .simd import ROW_PADDING, ROWS, lane_count, multiply_block
 
 TILE = 128  # keys per tile: a tile of keys and one of values stay in the second-level cache
 PANELS = 8  # panels that share a tile, one after the other
+
+# --- the online softmax, one number at a time ---
+
+
+@shared
+def larger(a, b):
+    return a if a > b else b
+
+
+@shared
+def weight(score, top):
+    return exp2(score - top)
+
+
+@shared
+def log_sum(top, total):
+    """log2 of the sum of 2^s_j."""
+    return top + math.log2(total)
+
+
+@shared
+def in_band(query, key, window):
+    """Does the near field of a query hold a key?"""
+    return query - key <= window and key - query <= window
+
+
+@shared
+def clipped(x, low, high):
+    return min(max(x, low), high)
+
+
+@shared
+def add_square(total, x):
+    return fma(x, x, total)
+
+
+# --- panels ---
+
 
 
 @shared
@@ -61,21 +102,20 @@ def raise_top(top, peak, total, sums, scores, count):
     j = 0
     while j + 4 <= count:  # four at a time: the running maximum is loaded and stored once
         for x in range(lane_count(top)):
-            a = scores[j, x] if scores[j, x] > scores[j + 1, x] else scores[j + 1, x]
-            b = scores[j + 2, x] if scores[j + 2, x] > scores[j + 3, x] else scores[j + 3, x]
-            a = a if a > b else b
-            peak[x] = a if a > peak[x] else peak[x]
+            a = larger(scores[j, x], scores[j + 1, x])
+            b = larger(scores[j + 2, x], scores[j + 3, x])
+            peak[x] = larger(larger(a, b), peak[x])
         j += 4
     while j < count:
         for x in range(lane_count(top)):
-            peak[x] = scores[j, x] if scores[j, x] > peak[x] else peak[x]
+            peak[x] = larger(scores[j, x], peak[x])
         j += 1
     raised = False
     for x in range(lane_count(top)):
         raised |= peak[x] != top[x]
     if raised:
         for x in range(lane_count(top)):
-            shrink = exp2(top[x] - peak[x])
+            shrink = weight(top[x], peak[x])
             top[x] = peak[x]
             peak[x] = shrink
             total[x] *= shrink
@@ -90,16 +130,16 @@ def weigh(scores, top, total, count):
     j = 0
     while j + 4 <= count:
         for x in range(lane_count(top)):
-            a = exp2(scores[j, x] - top[x])
-            b = exp2(scores[j + 1, x] - top[x])
-            c = exp2(scores[j + 2, x] - top[x])
-            d = exp2(scores[j + 3, x] - top[x])
+            a = weight(scores[j, x], top[x])
+            b = weight(scores[j + 1, x], top[x])
+            c = weight(scores[j + 2, x], top[x])
+            d = weight(scores[j + 3, x], top[x])
             scores[j, x], scores[j + 1, x], scores[j + 2, x], scores[j + 3, x] = a, b, c, d
             total[x] += (a + b) + (c + d)
         j += 4
     while j < count:
         for x in range(lane_count(top)):
-            a = exp2(scores[j, x] - top[x])
+            a = weight(scores[j, x], top[x])
             scores[j, x] = a
             total[x] += a
         j += 1

@@ -166,7 +166,9 @@ def permuted(index, size, seed, head, stage):
 
 def widen(x):
     """A stored element as the arithmetic type of its kernel."""
-    raise NotImplementedError("compiled code only")
+    if isinstance(x, np.uint16):
+        return _widen_float16(x)
+    return _widen_bfloat16(x) if isinstance(x, np.int16) else x
 
 
 @overload(widen)

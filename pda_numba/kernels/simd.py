@@ -1,4 +1,4 @@
-"""The CPU's inner loop: a register-blocked product, written as explicit vectors.
+"""The inner loop of both devices: a register-blocked product. For the CPU it is written as explicit vectors.
 
     c[row + r, :] (+)= sum_k a[offset + r * row_stride + k * depth_stride] * b[k, :]        r = 0 .. ROWS - 1
 
@@ -6,9 +6,9 @@ Queries lie in the lanes (the last axis of `b` and `c`), two vectors wide. A blo
 stays in registers over the whole sum, so that each step is two vector loads, ROWS broadcasts and 2 ROWS fused
 multiply-adds. Left to itself the compiler keeps the accumulators in memory, which costs more than half the speed.
 The two strides of `a` make one routine serve both products of attention, q . k and weights . v, without a transpose.
-"""
 
-from typing import Any
+On the GPU the lanes may be any number, and the outputs are shared out over the team, without a barrier.
+"""
 
 import numpy as np
 from llvmlite import binding, ir
@@ -18,6 +18,9 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from .._jit import shared
+from .scalar import fma
+from .team import member, members
+from .view import view
 
 _FEATURES = binding.get_host_cpu_features()
 
@@ -29,12 +32,12 @@ ROW_PADDING = 8  # panels and tiles are padded to this many rows, a multiple of 
 
 
 def lanes(dtype):
-    """Queries per panel for arithmetic in `dtype`."""
+    """Queries per panel of the CPU for arithmetic in `dtype`."""
     return 2 * VECTOR_BYTES // np.dtype(dtype).itemsize
 
 
 def lane_count(panel):
-    """The same as a constant inside compiled code, from a panel's type."""
+    """The lanes of a panel: on the CPU a constant of its type."""
     return panel.shape[-1]
 
 
@@ -42,6 +45,11 @@ def lane_count(panel):
 def _lane_count_by_type(panel):
     count = lanes(panel.dtype.name)
     return lambda panel: count
+
+
+@overload(lane_count, target="cuda")
+def _lane_count_by_shape(panel):
+    return lambda panel: panel.shape[-1]
 
 
 @shared
@@ -173,6 +181,84 @@ def _dot(typingctx, a, i, b, j, count):
     return a.dtype(a, types.intp, b, types.intp, types.intp), codegen
 
 
-# Callable from compiled code only, without the typing context.
-dot: Any = _dot
-multiply_block: Any = _multiply_block
+# --- what both devices call ---
+
+_TALL = 4  # outputs of one thread of the GPU, below each other; divides ROWS on every machine
+
+
+@shared
+def _multiply_by_team(c, row, rows, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    flat, width = view(a, 0, (a.size,)), c.shape[1]
+    zero = c.dtype.type(0)
+    for unit in range(member(), rows // _TALL * width, members()):
+        down, x = unit // width * _TALL, unit % width
+        r, left = row + down, offset + down * row_stride
+        first, second, third, fourth = zero, zero, zero, zero
+        if accumulate:
+            first, second, third, fourth = c[r, x], c[r + 1, x], c[r + 2, x], c[r + 3, x]
+        for k in range(depth):
+            factor = b[k, x]
+            first = fma(flat[left], factor, first)
+            second = fma(flat[left + row_stride], factor, second)
+            third = fma(flat[left + 2 * row_stride], factor, third)
+            fourth = fma(flat[left + 3 * row_stride], factor, fourth)
+            left += depth_stride
+        c[r, x], c[r + 1, x], c[r + 2, x], c[r + 3, x] = first, second, third, fourth
+
+
+@shared
+def _multiply_block_by_team(c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    _multiply_by_team(c, row, ROWS, a, offset, row_stride, depth_stride, b, depth, accumulate)
+
+
+@shared
+def _multiply_by_blocks(c, row, rows, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    for r in range(0, rows, ROWS):
+        _multiply_block(c, row + r, a, offset + r * row_stride, row_stride, depth_stride, b, depth, accumulate)
+
+
+@shared
+def _dot_in_order(a, i, b, j, count):
+    total = a.dtype.type(0)
+    for x in range(count):
+        total = fma(a[i, x], b[j, x], total)
+    return total
+
+
+@shared
+def _block_as_vectors(c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    _multiply_block(c, row, a, offset, row_stride, depth_stride, b, depth, accumulate)
+
+
+@shared
+def _dot_as_vectors(a, i, b, j, count):
+    return _dot(a, i, b, j, count)
+
+
+def two_schedules(cpu, gpu):
+    """A function that is one body on the CPU and another on the GPU, always inlined; interpreted it is its own."""
+
+    def register(function):
+        overload(function, jit_options={"forceinline": True}, strict=False)(lambda *args: cpu)
+        overload(function, jit_options={"forceinline": True}, strict=False, target="cuda")(lambda *args: gpu)
+        return function
+
+    return register
+
+
+@two_schedules(_block_as_vectors, _multiply_block_by_team)
+def multiply_block(c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    """The product above for ROWS rows; no member of the team waits for another."""
+    _multiply_block_by_team(c, row, a, offset, row_stride, depth_stride, b, depth, accumulate)
+
+
+@two_schedules(_multiply_by_blocks, _multiply_by_team)
+def multiply_rows(c, row, rows, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    """The same for `rows` rows, a multiple of ROWS."""
+    _multiply_by_team(c, row, rows, a, offset, row_stride, depth_stride, b, depth, accumulate)
+
+
+@two_schedules(_dot_as_vectors, _dot_in_order)
+def dot(a, i, b, j, count):
+    """sum_x a[i, x] b[j, x] over the first `count` columns."""
+    return _dot_in_order(a, i, b, j, count)

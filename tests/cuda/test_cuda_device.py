@@ -1,5 +1,7 @@
 """Movement of data on the device, and the team's reductions."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import simulator
@@ -64,3 +66,29 @@ def test_reductions(size, rng, device):
     with simulator.backwards():
         _reduce.launch(1, 0, x, again)
     np.testing.assert_array_equal(out, again)
+
+
+@cuda_kernel(64)
+def _reduce_again(x, out):
+    for i in range(2):  # a reduction may begin while others still read the result of the last one
+        out[member(), 3 * i] = team_sum(x[member(), i])
+        out[member(), 3 * i + 1] = team_max(x[member(), i])
+        out[member(), 3 * i + 2] = sum_before(x[member(), i])
+
+
+def test_every_barrier_of_the_reductions_is_needed(rng):
+    x = rng.standard_normal((64, 2))
+
+    def run():
+        out = np.zeros((64, 6))
+        _reduce_again.launch(1, 0, x, out)
+        return out
+
+    with simulator.barriers_met() as seen:
+        reference = run()
+    for place in sorted(seen):
+        changed = False
+        for order in (contextlib.nullcontext, simulator.backwards):
+            with order(), simulator.without_barrier(place):
+                changed |= not np.array_equal(run(), reference)
+        assert changed, place

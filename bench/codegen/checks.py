@@ -1,0 +1,79 @@
+"""What must hold of the code of every CUDA driver. Each check returns what is wrong, or nothing."""
+
+from . import sass
+from .cards import LARGEST_STATIC_SHARED, MOST_REGISTERS
+
+# Drivers that compute in float64 although they read float32, and why.
+FLOAT64_BY_NATURE: dict = {}
+
+# Of multiply-adds among the instructions of an inner product: those of float64 take two cycles on all of these cards.
+LEAST_SHARE = {"FFMA": 0.6, "DFMA": 0.4}
+LEAST_PRODUCTS = 64  # multiply-adds in a loop of products; the polynomial of exp has fewer
+
+
+def complaints(code):
+    """Everything that is wrong with one Code, in words."""
+    if code.error:
+        return [code.error]
+    return [text for check in CHECKS for text in check(code)]
+
+
+def stale(codes):
+    """Exceptions that nothing needs any more."""
+    needed = {code.launch.kernel for code in codes if _uses_float32(code) and code.count(r"\.f64")}
+    return [f"{kernel} is listed as float64 by nature, but has none" for kernel in FLOAT64_BY_NATURE.keys() - needed]
+
+
+def never_launched(drivers, launches):
+    return sorted(set(drivers) - {launch.kernel for launch in launches})
+
+
+def no_spills(code):
+    if code.spilled:
+        yield f"{code.spilled} bytes of registers spilled"
+
+
+def no_local_memory(code):
+    # Accumulators live in registers only if every index into them is known when compiling.
+    in_ptx = code.count(r"\b(ld|st)\.local")
+    in_sass = sum(i.opcode in ("LDL", "STL") for i in code.program.instructions)
+    if code.frame or in_ptx or in_sass:
+        yield f"local memory: a frame of {code.frame} bytes, {in_ptx} accesses in PTX, {in_sass} in machine code"
+
+
+def no_float64(code):
+    found = code.count(r"\.f64")
+    if found and _uses_float32(code) and code.launch.kernel not in FLOAT64_BY_NATURE:
+        yield f"{found} float64 instructions in a float32 driver"
+
+
+def inner_products(code):
+    """Drivers on tiles spend the innermost loops that do the work on multiply-adds."""
+    if not code.on_tiles:
+        return
+    counts = [sass.opcodes(loop.own) for loop in code.program.loops() if not loop.inner]
+    for name, least in LEAST_SHARE.items():
+        for share in (count[name] / count.total() for count in counts if count[name] >= LEAST_PRODUCTS):
+            if share < least:
+                yield f"{name} is {share:.0%} of an inner loop, not {least:.0%}"
+    if not any(count[name] >= LEAST_PRODUCTS for count in counts for name in LEAST_SHARE):
+        yield "no inner loop of multiply-adds"
+
+
+def vector_loads(code):
+    if code.on_tiles and not code.count(r"ld\.global(\.nc)?\.v[24]\."):
+        yield "no vector loads from global memory"
+
+
+def within_budget(code):
+    if code.registers > MOST_REGISTERS:
+        yield f"{code.registers} registers"
+    if code.shared > LARGEST_STATIC_SHARED:
+        yield f"{code.shared} bytes of shared memory"
+
+
+CHECKS = (no_spills, no_local_memory, no_float64, inner_products, vector_loads, within_budget)
+
+
+def _uses_float32(code):
+    return any(text.startswith(("float32[", "float16[", "uint16[", "int16[")) for text in code.launch.types)

@@ -1,0 +1,189 @@
+"""Where the heads of a call lie while they are computed, and how the output gets to the caller.
+
+A place hands out the heads in groups, each with a problem that the kernels can read and a buffer (all heads, N, E) that
+they write. Heads keep their numbers, on which the random draws depend: only the arrays differ from group to group.
+
+`OnHost`     NumPy arrays, computed on the CPU.
+`InPlace`    Arrays on a GPU, computed there without a copy.
+`Streamed`   NumPy arrays, computed on a GPU (`_streamed`).
+"""
+
+import dataclasses
+
+import numpy as np
+
+from . import _arrays, _validate
+from ._streamed import Streamed
+from .device import CPU, SIMULATED, Cuda, open_stream
+from .scan import _scan_one, find_ranges
+
+
+def place(device, problem, shape, dtype, out):
+    """The place for a call: `device` is "cpu" or "cuda", `shape` and `dtype` are those of its output."""
+    if device == "cpu":
+        return OnHost(problem, shape, dtype, out)
+    kind = InPlace if isinstance(problem.q, _arrays.Stacks) else Streamed
+    return kind(problem, shape, dtype, out)
+
+
+def place_of_output(device, problem, out, dtype):
+    """The place for a look at `out`, an array or a `GpuArray`: each group's buffer is a part of it."""
+    if isinstance(problem.q, _arrays.Stacks):
+        return Judged(problem, out, dtype)
+    return (
+        JudgedOnHost(problem, out, dtype) if device == "cpu" else Streamed(problem, out.shape, dtype, out, judge=True)
+    )
+
+
+def _slices(heads, size):
+    return [heads[i : i + size] for i in range(0, len(heads), size)]
+
+
+class OnHost:
+    """NumPy arrays, computed on the CPU."""
+
+    device = CPU
+
+    def __init__(self, problem, shape, dtype, out):
+        self.problem, self.shape, self.dtype, self.given = problem, shape, dtype, out
+        flat = (len(problem.query_head), *shape[-2:])
+        direct = dtype == problem.element and (out is None or out.flags.c_contiguous)
+        self.out = np.empty(shape, dtype) if out is None else out.view(np.ndarray)
+        self.buffer = self.out.reshape(flat) if direct else np.empty(flat, problem.element)
+        self.direct = direct
+
+    def scan(self, check_finite):
+        return find_ranges(self.problem, self.dtype, check_finite=check_finite)
+
+    def groups(self, size, _workspace=0):
+        """Heads, problem and buffer of each group of at most `size` heads."""
+        for heads in _slices(np.arange(len(self.problem.query_head)), size):
+            yield heads, self.problem, self.buffer
+
+    def result(self):
+        if not self.direct:
+            np.copyto(self.out, self.buffer.reshape(self.shape), casting="same_kind")
+        return self.out if self.given is None else self.given
+
+
+class JudgedOnHost(OnHost):
+    """An output that is there already."""
+
+    def __init__(self, problem, out, dtype):
+        self.problem, self.dtype, self.given = problem, dtype, out
+        flat = len(problem.query_head), *out.shape[-2:]
+        self.buffer = np.ascontiguousarray(_validate.bits(out).reshape(flat))
+
+    def is_finite(self):
+        return np.isfinite(self.given).all()
+
+
+class InPlace:
+    """Arrays on the GPU, computed there on the caller's stream."""
+
+    def __init__(self, problem, shape, dtype, out):
+        given = problem.q.array
+        self.device = Cuda(open_stream(given.stream or 0))
+        _follow(self.device, given, [problem.k.array, problem.v.array, *([out] if out else [])])
+        self.problem, self.dtype, self.given = dataclasses.replace(problem, device=self.device), dtype, out
+        # A Numba array says which stream it is bound to, but the default stream must not be named.
+        self.out = out or _arrays.new_like(given, shape, self.device.stream if given.stream else 0)
+        self.target = _arrays.stacked(self.out, None if dtype is _arrays.BFLOAT16 else dtype)
+        flat = self.target.shape
+        whole = _arrays.contiguous_strides(flat, problem.element.itemsize)
+        self.direct = dtype == problem.element and len(self.target.pointers) == 1 and self.target.strides == whole
+        if self.direct:
+            self.buffer = self.target.local(0)
+        else:
+            self.buffer = self.device.cuda.device_array(flat, problem.element, stream=self.device.stream)
+
+    def _parts(self):
+        """Groups of heads that one stack each of q, k and v holds: (heads, stack of q, stack of k and v)."""
+        return self._shared_stacks(self.problem.query_head // self.problem.q.size)
+
+    def _shared_stacks(self, *of_heads):
+        stacks = np.stack([*of_heads, self.problem.key_head // self.problem.k.size])
+        pairs, part = np.unique(stacks, axis=1, return_inverse=True)
+        return [(np.flatnonzero(part.reshape(-1) == i), *map(int, pair)) for i, pair in enumerate(pairs.T)]
+
+    def scan(self, check_finite):
+        """The ranges of all heads, stack by stack. Waits for the device."""
+        p, found = self.problem, []
+        for heads, q, k in self._parts():
+            part = dataclasses.replace(
+                p,
+                q=p.q.local(q),
+                k=p.k.local(k),
+                v=p.v.local(k),
+                query_head=p.query_head[heads] - q * p.q.size,
+                key_head=p.key_head[heads] - k * p.k.size,
+            )
+            try:
+                ranges = find_ranges(part, self.dtype, check_finite=check_finite)
+            except ValueError as error:
+                first = q * p.q.size if str(error).startswith("q") else k * p.k.size
+                raise ValueError(f"{error} (heads counted from {first} on)" if first else str(error)) from None
+            low, high = (x if isinstance(x, np.ndarray) else self.device.download(x) for x in (ranges.low, ranges.high))
+            found.append((heads, part.key_head, dataclasses.replace(ranges, low=low, high=high)))
+            self.device.recycle()
+        return found[0][2] if len(found) == 1 else self._together(found)
+
+    def _together(self, found):
+        p = self.problem
+        low, high = (np.empty((p.k.shape[0], p.v.shape[2]), p.element) for _ in range(2))
+        slip = np.empty(len(p.query_head))
+        for heads, keys, ranges in found:
+            low[p.key_head[heads]], high[p.key_head[heads]] = ranges.low[keys], ranges.high[keys]
+            slip[heads] = ranges.slip
+        return dataclasses.replace(found[0][2], low=low, high=high, slip=slip)
+
+    def groups(self, size, _workspace=0):
+        p = self.problem
+        for heads, q, k in self._parts():
+            part = dataclasses.replace(p, q=p.q.placed(q), k=p.k.placed(k), v=p.v.placed(k))
+            for group in _slices(heads, size):
+                yield group, part, self.buffer
+                self.device.recycle()
+
+    def result(self):
+        """The caller's array, or a new one of the same library."""
+        if not self.direct:
+            for i in range(len(self.target.pointers)):
+                self.device.store(self.buffer, i * self.target.size, self.target.local(i))
+        return self.out.given if self.given else _arrays.finished(self.out, self.device)
+
+
+class Judged(InPlace):
+    """An output on the GPU, beside the arrays that it was computed from."""
+
+    def __init__(self, problem, out, dtype):
+        given = problem.q.array
+        self.device = Cuda(open_stream(given.stream or 0))
+        _follow(self.device, given, [problem.k.array, problem.v.array, out])
+        self.problem, self.dtype = dataclasses.replace(problem, device=self.device), dtype
+        self.target = _arrays.stacked(out)
+
+    def is_finite(self):
+        """Waits for the device."""
+        report = self.device.zeros((self.target.shape[0], 3), np.float64)
+        for i in range(len(self.target.pointers)):
+            _scan_one(self.device, self.problem.element, self.target.local(i), i * self.target.size, report)
+        finite = self.device.download(report)[:, 2].all()
+        self.device.recycle()
+        return finite
+
+    def groups(self, size, _workspace=0):
+        p = self.problem
+        own = np.arange(len(p.query_head)) // self.target.size
+        for heads, out, q, k in self._shared_stacks(own, p.query_head // p.q.size):
+            part = dataclasses.replace(p, q=p.q.placed(q), k=p.k.placed(k), v=p.v.placed(k))
+            for group in _slices(heads, size):
+                yield group, part, self.target.placed(out)
+                self.device.recycle()
+
+
+def _follow(device, leader, others):
+    """Let the stream of `leader` wait for what is on the streams of the others."""
+    if not SIMULATED:
+        for handle in {array.stream or 0 for array in others} - {leader.stream or 0}:
+            device.mark(open_stream(handle)).wait(device.stream)
