@@ -289,7 +289,7 @@ def view(pointer, shape, strides, dtype, owner):
     """A Numba device array over memory that `owner` keeps alive."""
     described = _interface_of(int(pointer) % 2**64, shape, strides, dtype)
     if SIMULATED:
-        from numba.cuda.cudadrv.devicearray import FakeCUDAArray  # type: ignore[attr-defined]
+        from numba.cuda.cudadrv.devicearray import FakeCUDAArray
 
         return FakeCUDAArray(np.asarray(_HostMemory(described, owner)))
     return import_cuda().from_cuda_array_interface(described, owner=owner, sync=False)

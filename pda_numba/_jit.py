@@ -145,7 +145,7 @@ class CudaKernel:
     def __init__(self, function, threads, blocks_per_multiprocessor):
         self.function, self.threads = function, threads
         self.bounds = (threads, blocks_per_multiprocessor)
-        functools.update_wrapper(self, function)
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     @functools.cached_property
     def compiled(self):

@@ -306,7 +306,9 @@ def _apply_driver(element):
                 tile.begin_values(piece, buffers, table_h, j, rank[h], column, t, a, vectors & 32)
                 barrier()
                 tile.scale_queries(acc, factors, t, a)
-                tile.add_values(acc, left, right, piece, scores, buffers, table_h, j, rank[h], column, t, a, vectors & 32)
+                tile.add_values(
+                    acc, left, right, piece, scores, buffers, table_h, j, rank[h], column, t, a, vectors & 32
+                )
         share = one / sums[0, t]
         factors[t] = share
         if column == 0 and start + t < q.shape[1]:
@@ -386,9 +388,11 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
     which = _panel_rows(problem, starts) if basis.shape[1] else starts
     columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
     vectors = tile.vectors(problem.q, problem.k, problem.v) | tile.vectors(problem.q, landmarks, table, out) << 3
-    grid = starts.shape[1], max(1, -(-values // tile.tile_columns(element))), len(heads)
-    device.run(None, _APPLY_CUDA[element.type], grid, *task, starts, problem.factor, columns, *rest, vectors, out, leverage)
+    blocks = starts.shape[1], max(1, -(-values // tile.tile_columns(element))), len(heads)
+    device.run(
+        None, _APPLY_CUDA[element.type], blocks, *task, starts, problem.factor, columns, *rest, vectors, out, leverage
+    )
     if values:
-        grid = norm.shape[1] // PANEL, len(heads)
-        device.run(None, _norm_cuda, grid, place, starts, rank, values, out, norm)
+        panels = norm.shape[1] // PANEL, len(heads)
+        device.run(None, _norm_cuda, panels, place, starts, rank, values, out, norm)
     return leverage, norm

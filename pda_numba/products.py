@@ -197,7 +197,7 @@ def features(problem, heads, which, lse, landmarks, rank, basis):
         _features_cpu(*problem.arrays(heads), which, problem.factor, basis, landmarks, rank, lse, out)
     else:
         columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
-        _run(_WEIGHTS_CUDA, problem, problem.q, heads, which, columns, lse, problem.factor, landmarks, rank, out)
+        _run(_WEIGHTS_CUDA, problem, problem.q, heads, which, (columns, lse), problem.factor, landmarks, rank, out)
     return out
 
 
@@ -208,7 +208,7 @@ def project_queries(problem, heads, which, basis, coordinates):
         return columns
     out = problem.device.empty((len(heads), coordinates, which.shape[1]), problem.element)
     count = problem.device.upload(np.full(len(heads), coordinates))
-    _run(_PLAIN_CUDA, problem, problem.q, heads, which, columns, lse, problem.factor, basis, count, out)
+    _run(_PLAIN_CUDA, problem, problem.q, heads, which, (columns, lse), problem.factor, basis, count, out)
     return out
 
 
@@ -227,7 +227,7 @@ def nearest(problem, heads, which, centres, count):
         _nearest_cpu(problem.k, problem.key_heads(heads), which, centres, count, out)
     else:
         one = problem.element.type(1)
-        _run(_NEAREST_CUDA, problem, problem.k, heads, which, *_none(problem, heads), one, centres, count, out)
+        _run(_NEAREST_CUDA, problem, problem.k, heads, which, _none(problem, heads), one, centres, count, out)
     return out
 
 
@@ -242,11 +242,13 @@ def squares(problem, heads, directions):
         every = device.empty((len(heads), 0), np.int64)
         count = device.upload(np.full(len(heads), directions.shape[1]))
         one = problem.element.type(1)
-        _run(_SQUARES_CUDA, problem, problem.q, heads, every, *_none(problem, heads), one, directions, count, out)
+        _run(_SQUARES_CUDA, problem, problem.q, heads, every, _none(problem, heads), one, directions, count, out)
     return out
 
 
-def _run(drivers, problem, source, heads, which, columns, lse, factor, rows, count, out):
+def _run(drivers, problem, source, heads, which, without, factor, rows, count, out):
+    """`without` is the projected queries and the normalisers; empty where there are none."""
+    columns, lse = without
     place = problem.key_heads(heads) if source is problem.k else problem.query_heads(heads)
     grid = -(-out.shape[out.ndim - 1] // tile.THREADS), len(heads)
     vectors = tile.vectors(source, rows)

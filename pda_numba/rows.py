@@ -151,9 +151,7 @@ def _rows_driver(element):
     lowest = element.type(np.finfo(element).min / 2)
 
     @cuda_kernel(tile.THREADS, tile.BLOCKS)
-    def rows_cuda(
-        q, k, v, query_head, key_head, which, used, place, scatter, split, factor, vectors, out, lse, mass
-    ):
+    def rows_cuda(q, k, v, query_head, key_head, which, used, place, scatter, split, factor, vectors, out, lse, mass):
         t, h = cuda.threadIdx.x, cuda.blockIdx.z
         columns = (v.shape[2] + columns_at_once - 1) // columns_at_once
         s, column = cuda.blockIdx.y // columns, cuda.blockIdx.y % columns * columns_at_once

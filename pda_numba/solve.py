@@ -174,8 +174,8 @@ def uniform_part(problem, heads, sample, rank, results, clock):
     pi = device.zeros(new.shape, np.float64)
     if sample is not None:
         return sample.extended(uniform=new, uniform_out=out, uniform_lse=lse, masses=masses, uniform_pi=pi)
-    nothing = (device.empty((len(heads), 0, *x.shape[2:]), x.dtype) for x in (new, out, lse, pi))
-    return Sample(new, out, lse, masses, pi, *nothing, device)
+    rows0, out0, lse0, pi0 = (device.empty((len(heads), 0, *x.shape[2:]), x.dtype) for x in (new, out, lse, pi))
+    return Sample(new, out, lse, masses, pi, rows0, out0, lse0, pi0, device)
 
 
 def solve(problem, heads, sample, options, rank, results, clock, *, slope):
@@ -251,8 +251,8 @@ def _trial(problem, heads, sample, windows, tiles, rank, basis):
     trial = fit(problem, heads, columns, target, exact, weight, ranks)
     tile, table, window = (device.empty((len(rank),), np.int64) for _ in range(3))
     device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), trial.loo, windows, tile, table, window)
-    own = (device.take(x.reshape(-1, *x.shape[2:]), table) for x in (trial.table, trial.row_leverage))
-    return _Trial(rank, *own, device.take(tiles, tile), window)
+    own, left_out = (device.take(x.reshape(-1, *x.shape[2:]), table) for x in (trial.table, trial.row_leverage))
+    return _Trial(rank, own, left_out, device.take(tiles, tile), window)
 
 
 def _columns(device, source, first, count, width=None):

@@ -2,16 +2,18 @@
 
 import numpy as np
 
-from pda_numba import _validate, certify, draw
-from pda_numba.apply import apply, features
+from pda_numba import _validate, draw, holdout
+from pda_numba.apply import apply
 from pda_numba.core import fit
 from pda_numba.data import smooth_heads
-from pda_numba.kernels.simd import lanes
 from pda_numba.landmarks import POOL_FACTOR, REFINE_FACTOR, choose, draw_pool, gather, refine
-from pda_numba.near import near_sums
-from pda_numba.plan import ROWS_PER_RANK
+from pda_numba.near import targets
+from pda_numba.plan import PANEL, ROWS_PER_RANK
+from pda_numba.products import features
 from pda_numba.project import head_bases
+from pda_numba.reach import reach
 from pda_numba.rows import rows
+from pda_numba.scan import find_ranges
 
 WINDOW = 32
 
@@ -28,11 +30,10 @@ class Stage:
         self.problem, *_ = _validate.build_problem(*arrays, None, 0)
         ranges = find_ranges(self.problem, self.problem.element, check_finite=False)
         self.bounds = ranges.low, ranges.high
-        self.heads = np.array([0])
+        self.heads, self.window = np.array([0]), np.array([WINDOW])
         self.where = draw.uniform_rows(self.problem, self.heads, ROWS_PER_RANK * rank)
         self.basis = np.empty((1, 0, 64), np.float32)
-        panels = -(-16384 // lanes(np.float32))
-        self.starts = np.arange(panels)[None] * lanes(np.float32)
+        self.starts = np.arange(0, 16384, PANEL)[None]
         self.out = np.empty_like(arrays[0])
         for stage in self.stages:  # each leaves what the next one needs, with its kernels compiled
             getattr(self, f"time_{stage}")(rank)
@@ -49,24 +50,23 @@ class Stage:
         self.tiles = centres.astype(np.float32)
 
     def time_near(self, rank):
-        self.near = near_sums(self.problem, self.heads, self.where, self.lse, [WINDOW])
+        self.target = targets(self.problem, self.heads, self.where, self.exact, self.lse, self.window[None])
 
     def time_core(self, rank):
         columns = features(self.problem, self.heads, self.where, self.lse, self.tiles, self.found, self.basis)
-        one = np.ones((*self.exact.shape[:2], 1), np.float32)
-        target = np.concatenate([self.exact, one], axis=2)[:, :, None] - self.near
-        weight, used = np.ones(self.where.shape), np.array([self.where.shape[1]])
-        self.fit = fit(self.problem, self.heads, columns, target, self.exact, weight, self.found, used=used)
+        weight = np.ones(self.where.shape)
+        self.fit = fit(self.problem, self.heads, columns, self.target, self.exact, weight, self.found)
 
     def time_apply(self, rank):
-        table, window = np.ascontiguousarray(self.fit.table[:, 0]), np.array([WINDOW])
-        arguments = self.starts, self.tiles, table, self.found, window, self.basis, self.bounds
+        table = np.ascontiguousarray(self.fit.table[:, 0])
+        arguments = self.starts, self.tiles, table, self.found, self.window, self.basis, self.bounds
         self.leverage, self.norm = apply(self.problem, self.heads, *arguments, self.out)
 
     def time_certify(self, rank):
-        reach = certify.reach(self.problem, self.heads)
-        exact = np.zeros(reach.shape, bool)
-        certify.draw_audit(self.problem, self.heads, self.where.shape[1], exact, self.leverage, reach, np.array([0]))
+        n, far = self.problem.shape[0], reach(self.problem, self.heads)
+        state, work = np.zeros((1, n), np.int32), np.empty((1, n))
+        first, edges = self.where.shape[1], np.array([0])
+        holdout.hold_out(self.problem, self.heads, first, state, self.leverage, far, edges, self.found, work)
 
 
 class Projection:

@@ -184,7 +184,7 @@ def tally(code, function, key_loop, geometry):
     source = _Source(function)
     result = Tally()
     for loop in code.program.inner:
-        if source.loop_of(loop).startswith(key_loop):
+        if any(text.startswith(key_loop) for text in source.loops_around(loop)):
             _add(result, code.program, loop, geometry.tiles, geometry, source)
     if not result.slots:
         raise ValueError(f"{code.launch.kernel} has no loop {key_loop!r}")
@@ -202,11 +202,12 @@ def _add(result, program, loop, times, geometry, source):
 
 
 def _trips(loop, geometry, source):
-    for place in (source.call_of(loop), source.loop_of(loop)):
+    places = [source.call_of(loop), *source.loops_around(loop)]
+    for place in places[:2]:
         for name, trips in _TRIPS.items():
             if place.startswith(name):
                 return trips(loop, geometry)
-    raise ValueError(f"how often does this loop turn? {source.call_of(loop)!r} in {source.loop_of(loop)!r}")
+    raise ValueError(f"how often does this loop turn? {places}")
 
 
 def _fast(instruction):
@@ -241,10 +242,10 @@ class _Source:
         found = re.search(r"\btile\.\w+\(.*", self.calls.get(self.line(loop), ""))
         return found[0] if found else ""
 
-    def loop_of(self, loop):
-        """The innermost `for` of the source around it."""
+    def loops_around(self, loop):
+        """Every `for` of the source around it, the innermost first."""
         around = [(first, text) for first, last, text in self.loops if first <= self.line(loop) <= last]
-        return max(around)[1] if around else ""
+        return [text for _, text in sorted(around, reverse=True)]
 
 
 # --- what is reported ---

@@ -57,7 +57,6 @@ def add_square(total, x):
 # --- panels ---
 
 
-
 @shared
 def load_tile(tile, source, start, count):
     """Rows start .. start + count of `source` into `tile`, widened; the rest of the tile is zero."""

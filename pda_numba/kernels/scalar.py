@@ -52,7 +52,7 @@ def _fused(typingctx, a, b, c):
 
 @overload(fma)
 def _fma_compiled(a, b, c):
-    return lambda a, b, c: _fused(a, b, c)  # type: ignore[call-arg]
+    return lambda a, b, c: _fused(a, b, c)
 
 
 def exp2(x):

@@ -164,9 +164,7 @@ def put_values(buffers, current, piece, t, a):
     across = a * a // 4
     for i in range(piece.shape[0] // 4):
         row = current * (buffers.shape[0] // 2) + t // across + THREADS // across * i
-        store4(
-            buffers, row, t % across * 4, piece[4 * i], piece[4 * i + 1], piece[4 * i + 2], piece[4 * i + 3]
-        )
+        store4(buffers, row, t % across * 4, piece[4 * i], piece[4 * i + 1], piece[4 * i + 2], piece[4 * i + 3])
 
 
 @device_body
@@ -270,7 +268,25 @@ def put_block(tile, acc, t, a):
 
 @device_body
 def score_tile(
-    scores, product, left, right, piece, queries, buffers, q, row, factor, columns, i, projected, keys, j, stop, fresh, t, a,
+    scores,
+    product,
+    left,
+    right,
+    piece,
+    queries,
+    buffers,
+    q,
+    row,
+    factor,
+    columns,
+    i,
+    projected,
+    keys,
+    j,
+    stop,
+    fresh,
+    t,
+    a,
     vectors,
 ):
     """The scores of keys j .. j + a b (before `stop`) into shared memory.
@@ -432,7 +448,9 @@ def write_row(out, row, scores, column, t, vector):
 def aligned(array):
     """Can four neighbours of the last axis be loaded at once, wherever a multiple of four begins?"""
     size = array.dtype.itemsize
-    rows_fit = all(stride % (4 * size) == 0 for stride, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1)
+    rows_fit = all(
+        stride % (4 * size) == 0 for stride, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1
+    )
     return bool(array.size and array.strides[-1] == size and rows_fit and _address(array) % (4 * size) == 0)
 
 
@@ -442,4 +460,6 @@ def vectors(*arrays):
 
 
 def _address(array):
-    return array.__cuda_array_interface__["data"][0] if hasattr(array, "__cuda_array_interface__") else array.ctypes.data
+    return (
+        array.__cuda_array_interface__["data"][0] if hasattr(array, "__cuda_array_interface__") else array.ctypes.data
+    )

@@ -5,7 +5,8 @@ Slices and `reshape` would do the same, but the GPU's compiler leaves `reshape` 
 
 import math
 
-from numba.core import cgutils, types
+from numba import types
+from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.core.imputils import impl_ret_borrowed
 from numba.core.typing.templates import infer_global, make_intrinsic_template
@@ -25,7 +26,8 @@ def _view(typingctx, array, start, shape):
         array, start, shape = arguments
         source = context.make_array(signature.args[0])(context, builder, array)
         out = context.make_array(signature.return_type)(context, builder)
-        sizes, strides, stride = cgutils.unpack_tuple(builder, shape), [], source.itemsize
+        sizes, stride = cgutils.unpack_tuple(builder, shape), source.itemsize
+        strides: list = []
         for size in reversed(sizes):
             strides.insert(0, stride)
             stride = builder.mul(stride, size)

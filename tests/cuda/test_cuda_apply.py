@@ -65,7 +65,9 @@ def test_near_field_and_low_rank(window, rng):
     compare(both(problem, arrays), 97)
 
 
-@pytest.mark.parametrize(("d", "e", "dtype"), [(70, 66, np.float32), (5, 20, np.float64), (8, 8, np.float16), (1, 1, np.float32)])
+@pytest.mark.parametrize(
+    ("d", "e", "dtype"), [(70, 66, np.float32), (5, 20, np.float64), (8, 8, np.float16), (1, 1, np.float32)]
+)
 def test_sizes_and_dtypes(d, e, dtype, rng):
     problem, arrays = make(rng, 65, d, e, 3, window=2, dtype=dtype, heads=1)
     compare(both(problem, arrays), 65, 1e-10 if dtype == np.float64 else 3e-4)
@@ -80,7 +82,9 @@ def test_leverage_alone_and_idle_heads(rng):
     problem, arrays = make(rng, 97, 6, 0 + 4, 12, window=3)
     starts, landmarks, table, ranks, window, basis, bounds = arrays
     short = np.ascontiguousarray(table[:, :, 4:])
-    short = np.concatenate([short, np.zeros((2, len(short[0]), padded(17) - short.shape[2] % padded(17)), np.float32)], 2)
+    short = np.concatenate(
+        [short, np.zeros((2, len(short[0]), padded(17) - short.shape[2] % padded(17)), np.float32)], 2
+    )
     short = np.ascontiguousarray(short[:, :, : padded(17)])
     ranks[1] = 0
     compare(both(problem, (starts[:, ::-1].copy(), landmarks, short, ranks, window, basis, bounds), with_out=False), 97)

@@ -15,7 +15,16 @@ from pda_numba.core import LEFT_ALONE, LEVERAGE_COLUMNS
 from pda_numba.device import CPU, Cuda
 from pda_numba.info import Clock
 from pda_numba.kernels.simd import padded
-from pda_numba.results import COLUMNS, ERROR, EXACT_ROWS, FALLBACK_ROWS, FLAGGED_ROWS, HELD_OUT_ROWS, LEAVE_ONE_OUT, RANK
+from pda_numba.results import (
+    COLUMNS,
+    ERROR,
+    EXACT_ROWS,
+    FALLBACK_ROWS,
+    FLAGGED_ROWS,
+    HELD_OUT_ROWS,
+    LEAVE_ONE_OUT,
+    RANK,
+)
 
 pytestmark = pytest.mark.cudasim
 
