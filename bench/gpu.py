@@ -109,6 +109,7 @@ def this_card():
         multiprocessors=device.MULTIPROCESSOR_COUNT,
         clock=1e3 * device.CLOCK_RATE,
         memory=memory or Card.memory,
+        l2_size=device.L2_CACHE_SIZE,
     )
 
 
@@ -122,7 +123,7 @@ def predicted(n):
     """name -> seconds at best for the passes over n tokens."""
     if compiled() is None:
         return {}
-    return {work.name: max(work.seconds(this_card()).values()) for work in roofline.passes(compiled(), n)}
+    return {work.name: max(work.seconds(this_card()).values()) for work in roofline.passes(compiled(), n, this_card())}
 
 
 # --- sections ---

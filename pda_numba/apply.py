@@ -315,7 +315,7 @@ def _apply_driver(element):
             square = zero
             for c in range(1, 1 + LEVERAGE_COLUMNS):
                 square = add_square(square, sums[c, t] * share)
-            leverage[h, panel * threads + t] = square if share > zero else infinity
+            leverage[h, panel * threads + t] = square if sums[0, t] > zero else infinity
         if values:
             barrier()
             tile.scale_queries(acc, factors, t, a)

@@ -55,7 +55,14 @@ def _features_cpu(q, k, v, query_head, key_head, which, factor, basis, landmarks
 
 
 @cpu_kernel
-def _nearest_cpu(k, key_head, which, centres, count, nearest):
+def _half_squares_cpu(rows, count, out):
+    for h in prange(rows.shape[0]):
+        for c in range(count[h]):
+            out[h, c] = half_square(rows[h], c)
+
+
+@cpu_kernel
+def _nearest_cpu(k, key_head, which, centres, count, half, nearest):
     heads, sample = which.shape
     width = lane_count(centres)
     blocks = (sample + width - 1) // width
@@ -64,18 +71,15 @@ def _nearest_cpu(k, key_head, which, centres, count, nearest):
         h, first = item // blocks, item % blocks * width
         keys = np.zeros((k.shape[2], width), centres.dtype)
         scores = np.empty((centres.shape[1], width), centres.dtype)
-        best_score = np.empty(width, centres.dtype)
         used = min(width, sample - first)
         for x in range(used):
             pack_query(keys, x, k[key_head[h]], which[h, first + x], one)
         multiply_keys(scores, centres[h], keys, count[h])
-        for c in range(count[h]):
-            half = half_square(centres[h], c)
-            for x in range(used):
-                score = scores[c, x] - half
-                if c == 0 or score > best_score[x]:
-                    best_score[x] = score
-                    nearest[h, first + x] = c
+        for x in range(used):
+            best = 0
+            for c in range(1, count[h]):
+                best = c if scores[c, x] - half[h, c] > scores[best, x] - half[h, best] else best
+            nearest[h, first + x] = best
 
 
 @cpu_kernel
@@ -108,6 +112,7 @@ _PLAIN, _WEIGHTS, _NEAREST, _SQUARES = 0, 1, 2, 3
 def _products_driver(element, purpose):
     """The scores of a block of queries with all rows of a head's tile, and what `purpose` makes of them, per query.
 
+    `extra` is the queries' normalisers for the weights, half the rows' squares for the nearest one.
     `out` is (heads, rows, queries) for the scores themselves and the weights, (heads, queries) otherwise.
     """
     a = tile.queries_per_thread(element)
@@ -116,7 +121,7 @@ def _products_driver(element, purpose):
     piece_size = keys * tile.CHUNK // threads
 
     @cuda_kernel(tile.THREADS, tile.PRODUCT_BLOCKS)
-    def products_cuda(q, query_head, which, columns, factor, rows, count, lse, vectors, out):
+    def products_cuda(q, query_head, which, columns, factor, rows, count, extra, vectors, out):
         t, h = cuda.threadIdx.x, cuda.blockIdx.y
         scores = cuda.shared.array((keys, threads), element, alignment=16)
         queries = cuda.shared.array((depth, threads), element, alignment=16)
@@ -159,9 +164,9 @@ def _products_driver(element, purpose):
                 if purpose == _PLAIN and inside:
                     out[h, j + c, i] = score
                 elif purpose == _WEIGHTS and inside:
-                    out[h, j + c, i] = weight(score, lse[h, i])
+                    out[h, j + c, i] = weight(score, extra[h, i])
                 elif purpose == _NEAREST:
-                    score -= half_square(rows[h], j + c)
+                    score -= extra[h, j + c]
                     if j + c == 0 or score > result:
                         best, result = np.int64(j + c), score
                 elif purpose == _SQUARES:
@@ -172,6 +177,13 @@ def _products_driver(element, purpose):
             out[h, i] = result
 
     return products_cuda
+
+
+@cuda_kernel(64)
+def _half_squares_cuda(rows, count, out):
+    c, h = cuda.grid(1), cuda.blockIdx.y
+    if c < count[h]:
+        out[h, c] = half_square(rows[h], c)
 
 
 def _drivers(purpose):
@@ -223,11 +235,15 @@ def nearest(problem, heads, which, centres, count):
     check_padding(centres)
     device = problem.device
     out = device.empty(which.shape, np.int64)
+    half = device.empty(centres.shape[:2], problem.element)
+    grid = -(-centres.shape[1] // 64), len(heads)
+    device.run(_half_squares_cpu, _half_squares_cuda, grid, centres, count, half)
     if device.name == "cpu":
-        _nearest_cpu(problem.k, problem.key_heads(heads), which, centres, count, out)
+        _nearest_cpu(problem.k, problem.key_heads(heads), which, centres, count, half, out)
     else:
+        columns, _ = _none(problem, heads)
         one = problem.element.type(1)
-        _run(_NEAREST_CUDA, problem, problem.k, heads, which, _none(problem, heads), one, centres, count, out)
+        _run(_NEAREST_CUDA, problem, problem.k, heads, which, (columns, half), one, centres, count, out)
     return out
 
 
@@ -246,14 +262,14 @@ def squares(problem, heads, directions):
     return out
 
 
-def _run(drivers, problem, source, heads, which, without, factor, rows, count, out):
-    """`without` is the projected queries and the normalisers; empty where there are none."""
-    columns, lse = without
+def _run(drivers, problem, source, heads, which, beside, factor, rows, count, out):
+    """`beside` is the projected queries, and what the kernel calls `extra`; empty where there are none."""
+    columns, extra = beside
     place = problem.key_heads(heads) if source is problem.k else problem.query_heads(heads)
     grid = -(-out.shape[out.ndim - 1] // tile.THREADS), len(heads)
     vectors = tile.vectors(source, rows)
     driver = drivers[problem.element.type]
-    problem.device.run(None, driver, grid, source, place, which, columns, factor, rows, count, lse, vectors, out)
+    problem.device.run(None, driver, grid, source, place, which, columns, factor, rows, count, extra, vectors, out)
 
 
 def check_padding(*tiles):

@@ -127,7 +127,6 @@ def _multiply_roots(root_q, root_k, joint):
             for c in range(max(i, j), dim):
                 total += root_q[i, c] * root_k[j, c]
             joint[i, j] = total
-    barrier()
 
 
 @shared
@@ -168,7 +167,6 @@ def _balance(q, k, which_q, which_k, width, work, p_q, p_k, mean):
     for c in range(group(), count, groups()):
         for d in range(place(), dim, group_size()):
             p_q[c, d], p_k[c, d] = pair_q[d, c], pair_k[d, c]
-    barrier()
 
 
 @shared

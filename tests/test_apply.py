@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from problems import flat, heads
 
-from pda_numba.apply import apply, features
+from pda_numba.apply import apply
 from pda_numba.core import LEVERAGE_COLUMNS, fit
-from pda_numba.kernels.simd import lanes, padded
+from pda_numba.kernels.simd import padded
+from pda_numba.plan import PANEL
+from pda_numba.products import features
 from pda_numba.rows import rows
 
 
@@ -30,9 +32,8 @@ def bounds(v):
 
 
 def all_starts(problem, count):
-    width = lanes(problem.element)
-    panels = -(-problem.shape[0] // width)
-    return np.broadcast_to(np.arange(panels) * width, (count, panels))
+    panels = -(-problem.shape[0] // PANEL)
+    return np.tile(np.arange(panels) * PANEL, (count, 1))
 
 
 def no_basis(problem, count):
@@ -114,13 +115,12 @@ def test_some_panels_only(rng):
     q, k, v, landmarks, z, g = random_case(rng, 300, 300, 6, 4, 10, np.float32)
     problem = flat(q, k, v)
     whole, leverage, _ = run(problem, landmarks, z, g, (10, 10), (-1, 9))
-    width = lanes(np.float32)
-    starts = np.array([[2, 5], [0, 3]]) * width
+    starts = np.array([[2, 3], [0, 1]]) * PANEL
     out = np.full((2, 300, 4), np.nan, np.float32)
     given = (tiles(landmarks), tables(z, g), np.array([10, 10]), np.array([-1, 9]), no_basis(problem, 2))
     part, _ = apply(problem, heads(problem), starts, *given, bounds(problem.v), out)
     for h in range(2):
-        rows_done = (starts[h][:, None] + np.arange(width)).ravel()
+        rows_done = (starts[h][:, None] + np.arange(PANEL)).ravel()
         assert (out[h, rows_done] == whole[h, rows_done]).all()
         assert (part[h] == leverage[h, rows_done]).all()
         assert np.isnan(np.delete(out[h], rows_done, axis=0)).all()
@@ -197,7 +197,6 @@ def test_leverage_sketch_has_the_right_mean(rng):
         np.tile(target[:, :2], (count, 1, 1)),
         np.ones((count, n)),
         np.full(count, r),
-        used=np.full(count, n),
     )
     g = done.table[:, 0, :r, 3 : 3 + LEVERAGE_COLUMNS]
     estimate = np.square(np.einsum("rn,hrg->hng", x, g)).sum(axis=2).mean(axis=0)

@@ -5,5 +5,6 @@ build.py       their PTX and machine code for several compute capabilities
 sass.py        the disassembled machine code: loops, and what they are made of
 cards.py       what a multiprocessor and a card can do: occupancy and peak rates
 checks.py      what must hold of every kernel
+tally.py       what one block of a kernel on tiles executes
 roofline.py    the time that the instructions of a kernel allow at best
 """

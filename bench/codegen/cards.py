@@ -56,6 +56,7 @@ class Card:
     clock: float = 1.98e9  # Hz, boost
     shared_bytes: int = 128  # per multiprocessor and cycle
     l2: float = 5.5e12  # bytes/s; as measured by others on an H100, not a number of NVIDIA's
+    l2_size: int = 50 * 2**20  # bytes
     memory: float = 4.8e12  # bytes/s
 
     @property

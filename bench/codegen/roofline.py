@@ -1,254 +1,24 @@
 """The time that the instructions of the tile drivers allow at best, on one card.
 
-For every driver on tiles (`pda_numba.kernels.tile`) the machine code of one block is counted: each loop's instructions
-times how often it turns. The trips follow from the tile's shape, which the module exports; a loop is known by the line
-of the driver that it stands in, and how far the compiler unrolled it by what one turn of it does. Where a loop has a
-fast way (four numbers to a load) and a slow one, the fast way is counted.
-
 A multiprocessor is taken to be busy with the dearest of its units, without a single cycle lost:
 
     issue    one instruction of a warp per scheduler and cycle, whatever it is
     float    fused multiply-adds, sums and products in 1 cycle; integer multiply-adds in 2
     integer  comparisons, minima, additions, logic: 2 cycles
     special  conversions, roundings, reciprocals: 8 cycles
-    shared   128 bytes a cycle for the whole multiprocessor; lanes that read the same 16 bytes count as one, and in
-             the products every 16 bytes are read by at least two lanes of each half warp
+    shared   128 bytes a cycle for the whole multiprocessor; a load of 16 bytes a lane counts half, because in the
+             products every 16 bytes are read by at least two lanes of each half warp
 
-and the card with the largest of that, of what the blocks read from the second-level cache, and of what each wave of
-blocks must read from memory once. Latencies, bank conflicts and launches are not counted: measured times are longer.
+and the card with the largest of that, of what the blocks read from the second-level cache, and of what must come from
+memory or go there: keys and values once for each wave of blocks if the cache does not hold them. The clock is the
+boost clock. Latencies, bank conflicts and launches are not counted, so that measured times are longer.
 """
 
-import ast
-import functools
-import inspect
-import re
-import textwrap
-from collections import Counter
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from . import sass
-from .cards import MULTIPROCESSORS, SCHEDULERS, WARP, Card
-
-_FLOAT = {"FFMA", "FADD", "FMUL", "FFMA2"}
-_FLOAT_TWICE = {"IMAD"}
-_SPECIAL = {"MUFU", "F2I", "F2F", "I2F", "FRND", "I2FP", "F2IP"}
-_SHARED = {"LDS", "STS"}
-_GLOBAL = {"LDG", "STG"}
-# Moves and whatever steers the program: their units are never the dearest.
-_OTHER = {
-    "BRA",
-    "BAR",
-    "BSSY",
-    "BSYNC",
-    "CALL",
-    "CS2R",
-    "EXIT",
-    "LDC",
-    "LDCU",
-    "MOV",
-    "NOP",
-    "RET",
-    "S2R",
-    "S2UR",
-    "WARPSYNC",
-}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Shape of a float32 tile, and the block's work: D columns, E values, and how many tiles of keys."""
-
-    columns: int
-    values: int
-    tiles: int
-
-    a = property(lambda self: _tile().queries_per_thread(np.float32))
-    keys = property(lambda self: _tile().tile_keys(np.float32))
-    products = property(lambda self: self.a * _tile().KEYS_PER_THREAD * self.columns)  # of a tile's scores, per thread
-    sums = property(lambda self: self.a**2 * self.keys)  # multiply-adds of a tile's values, per thread
-    key_chunks = property(lambda self: -(-self.columns // _tile().CHUNK))
-    value_chunks = property(lambda self: self.keys * 2 // _tile().buffer_rows(np.float32))
-    depth_blocks = property(lambda self: -(-self.columns // _tile().depth(np.float32)))
-
-
-def _tile():
-    from pda_numba.kernels import tile
-
-    return tile
-
-
-# --- how often a loop turns ---
-
-
-def _count(loop, *names):
-    return max(sum(sass.opcodes(loop.own)[name] for name in names), 1)
-
-
-def _in_product(loop, total, chunks, blocks, staged):
-    """Trips of a loop of `multiply_keys` or `add_values`: `total` multiply-adds, in chunks, in blocks of columns."""
-    working = [inner for inner in loop.inner if any(sass.multiply_adds(x.own) for x in inner.walk())]
-    own, waits = sass.multiply_adds(loop.own), "BAR" in sass.opcodes(loop.own)
-    if working:
-        # One barrier a chunk: a loop around loops without is that of the chunks, else that of the blocks.
-        of_chunks = not any("BAR" in sass.opcodes(inner.own) for inner in working)
-        return chunks / blocks if of_chunks else blocks
-    if own:
-        return total / (blocks if waits else chunks) / own
-    return staged / _count(loop, "STS")  # a query's columns into shared memory, once for all tiles
-
-
-def _in_scores(loop, g):
-    return _in_product(loop, g.products, g.key_chunks, g.depth_blocks, g.columns / g.tiles)
-
-
-def _in_values(loop, g):
-    return _in_product(loop, g.sums, g.value_chunks, 1, 0)
-
-
-def _in_marks(loop, g):
-    return _tile().MARKS / 4 if loop.inner else 4 * g.keys / max(sass.multiply_adds(loop.own), 1)
-
-
-# By the call, or else the loop, that a line of a driver belongs to: trips of a loop in it per tile of keys.
-_TRIPS = {
-    "tile.score_tile": _in_scores,
-    "tile.multiply_keys": _in_scores,
-    "tile.stage_queries": lambda loop, g: g.columns / g.tiles / _count(loop, "STS"),
-    "tile.add_values": _in_values,
-    "tile.peak_of": lambda loop, g: g.keys / _count(loop, "LDS"),
-    "tile.weigh": lambda loop, g: g.keys / _count(loop, "STS"),
-    "tile.put_marks": lambda loop, g: g.keys * _tile().MARKS / _tile().THREADS / _count(loop, "STS"),
-    "tile.add_marks": _in_marks,
-    "tile.hide_scores": lambda loop, g: 0,  # the last tile alone
-    "for c in": lambda loop, g: g.keys / _count(loop, "LDS", "STS"),
-    "for first in": lambda loop, g: g.depth_blocks,
-}
-
-
-# --- counting ---
-
-
-@dataclass
-class Tally:
-    """Instructions of one thread (so of one warp), by opcode, and the bytes that it moves."""
-
-    opcodes: Counter = field(default_factory=Counter)
-    shared: float = 0
-    broadcast: float = 0  # of them, by loads that several lanes share
-    device: float = 0
-    inner_slots: float = 0  # in the innermost loops of products
-    inner_products: float = 0
-
-    def add(self, instructions, times):
-        for instruction in instructions:
-            name, size = instruction.opcode, times * instruction.width
-            self.opcodes[name] += times
-            self.shared += size * (name in _SHARED)
-            self.broadcast += size * (name == "LDS" and instruction.width == 16)
-            self.device += size * (name in _GLOBAL)
-
-    @property
-    def slots(self):
-        return sum(self.opcodes.values())
-
-    @property
-    def products(self):
-        return sum(n * sass.MULTIPLY_ADD.get(name, 0) for name, n in self.opcodes.items())
-
-    def cycles(self, threads):
-        """What each unit of a multiprocessor needs for one block of so many threads."""
-        cost = Counter(issue=self.slots)
-        for name, n in self.opcodes.items():
-            unit, each = _unit(name)
-            cost[unit] += n * each
-        cycles = {unit: n * threads / WARP / SCHEDULERS for unit, n in cost.items() if unit}
-        return cycles | {"shared": (self.shared - self.broadcast / 2) * threads / Card.shared_bytes}
-
-
-def _unit(opcode):
-    if opcode in _FLOAT:
-        return "float", 1
-    if opcode in _FLOAT_TWICE:
-        return "float", 2
-    if opcode in _SPECIAL:
-        return "special", 8
-    if opcode in _SHARED | _GLOBAL | _OTHER or opcode.startswith("U"):
-        return "", 0
-    return "integer", 2
-
-
-def tally(code, function, key_loop, geometry):
-    """The instructions of one block whose work is in `key_loop`, as the source writes it ("for j in range(0, ...")."""
-    source = _Source(function)
-    result = Tally()
-    for loop in code.program.inner:
-        if any(text.startswith(key_loop) for text in source.loops_around(loop)):
-            _add(result, code.program, loop, geometry.tiles, geometry, source)
-    if not result.slots:
-        raise ValueError(f"{code.launch.kernel} has no loop {key_loop!r}")
-    return result
-
-
-def _add(result, program, loop, times, geometry, source):
-    own = sass.executed(program, loop, _fast, _slow) if any(map(_fast, loop.own)) else loop.own
-    result.add(own, times)
-    if not loop.inner and sass.multiply_adds(loop.own) >= WARP:
-        result.inner_slots += times * len(own)
-        result.inner_products += times * sum(i.opcode in sass.MULTIPLY_ADD for i in own)
-    for inner in loop.inner:
-        _add(result, program, inner, times * _trips(inner, geometry, source), geometry, source)
-
-
-def _trips(loop, geometry, source):
-    places = [source.call_of(loop), *source.loops_around(loop)]
-    for place in places[:2]:
-        for name, trips in _TRIPS.items():
-            if place.startswith(name):
-                return trips(loop, geometry)
-    raise ValueError(f"how often does this loop turn? {places}")
-
-
-def _fast(instruction):
-    return instruction.opcode == "LDG" and instruction.width >= 8
-
-
-def _slow(instruction):
-    return instruction.opcode == "LDG" and instruction.width < 8
-
-
-class _Source:
-    """The statements of a driver by line: the compiler keeps the driver's lines for all that is inlined in it."""
-
-    def __init__(self, function):
-        lines, first = inspect.getsourcelines(function)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        ast.increment_lineno(tree, first - 1)
-        nodes = list(ast.walk(tree))
-        self.loops = [(n.lineno, n.end_lineno, ast.unparse(n).splitlines()[0]) for n in nodes if isinstance(n, ast.For)]
-        self.calls = {n.lineno: ast.unparse(n) for n in nodes if isinstance(n, ast.Expr | ast.Assign | ast.AugAssign)}
-
-    @functools.cache  # noqa: B019 - as short-lived as the object
-    def _line(self, first, lines):
-        return Counter(lines).most_common(1)[0][0]
-
-    def line(self, loop):
-        """The line that most of a loop's instructions come from."""
-        return self._line(loop.first, tuple(i.line for i in loop.own))
-
-    def call_of(self, loop):
-        """The innermost call that its line makes: of `x = tile.weigh(...)`, "tile.weigh(...)"."""
-        found = re.search(r"\btile\.\w+\(.*", self.calls.get(self.line(loop), ""))
-        return found[0] if found else ""
-
-    def loops_around(self, loop):
-        """Every `for` of the source around it, the innermost first."""
-        around = [(first, text) for first, last, text in self.loops if first <= self.line(loop) <= last]
-        return [text for _, text in sorted(around, reverse=True)]
-
-
-# --- what is reported ---
+from .cards import MULTIPROCESSORS, Card
+from .tally import Geometry, Tally, tally
 
 LENGTHS = (131_072, 1_048_576)
 RANK, DIM = 128, 64
@@ -269,52 +39,60 @@ class Pass:
 
     name: str
     flops: float
-    code: object
+    threads: int
     tally: Tally
     blocks: int
-    streamed: float  # bytes that every block reads from the second-level cache or from memory
+    cached: float  # bytes that the blocks read from the second-level cache
+    moved: float  # bytes from and to memory
 
     def seconds(self, card):
         """What each resource needs by itself, in seconds."""
         turns = -(-self.blocks // card.multiprocessors)
-        times = {unit: turns * n / card.clock for unit, n in self.tally.cycles(self.code.threads).items()}
-        fits, _, _ = MULTIPROCESSORS[card.capability].occupancy(
-            self.code.threads, self.code.registers, self.code.shared
-        )
-        waves = -(-self.blocks // (fits * card.multiprocessors))
-        return times | {"cache": self.blocks * self.streamed / card.l2, "memory": waves * self.streamed / card.memory}
+        times = {unit: turns * n / card.clock for unit, n in self.tally.cycles(self.threads).items()}
+        return times | {"cache": self.cached / card.l2, "memory": self.moved / card.memory}
 
 
-def passes(codes, n, rank=RANK, dim=DIM):
+def passes(codes, n, card, rank=RANK, dim=DIM):
     """Exact attention of one head (n, dim) in float32, and the two passes of low rank that grow with n."""
-    from pda_numba import plan
-    from pda_numba.rows import _splits
+    from pda_numba.plan import apply_flops, plan, row_flops
 
+    keys = Geometry(dim, dim, 1).keys
+    row = 4 * 2 * dim  # bytes of a key and its value, or of a query and its output
     code, function = codes[EXACT[0]]
-    threads, rows = code.threads, plan.plan((n, dim), (n, dim), (n, dim), rank=rank, method="pda").rows
-    splits, split = _splits(_problem(), -(-rows // threads), n)
+    threads, blocks = code.threads, -(-n // code.threads)
+    work = tally(code, function, EXACT[1], Geometry(dim, dim, -(-n // keys)))
+    # All blocks that run at once go over the keys together; the next ones find them gone from the cache.
+    waves = -(-blocks // (_resident(code) * card.multiprocessors))
+    streams = 1 if n * row <= card.l2_size else waves
+    flops = row_flops(n, n, dim, dim)
+    yield Pass("exact attention", flops, threads, work, blocks, blocks * n * row, (1 + streams) * n * row)
 
-    def on_rows(count, splits, split):
-        geometry = Geometry(dim, dim, -(-split // Geometry(dim, dim, 1).keys))
-        blocks = -(-count // threads) * splits
-        work = tally(code, function, EXACT[1], geometry)
-        return plan.row_flops(count, n, dim, dim), code, work, blocks, 4 * split * 2 * dim
+    rows = plan((n, dim), (n, dim), (n, dim), rank=rank, method="pda").rows
+    splits, split = _splits(rows, threads, n)
+    work = tally(code, function, EXACT[1], Geometry(dim, dim, -(-split // keys)))
+    blocks = -(-rows // threads) * splits
+    flops = row_flops(rows, n, dim, dim)
+    yield Pass(f"PDA, {rows} exact rows", flops, threads, work, blocks, blocks * split * row, n * row)
 
-    yield Pass("exact attention", *on_rows(n, 1, n))
-    yield Pass(f"PDA, {rows} exact rows", *on_rows(rows, splits, split))
     code, function = codes[APPLY[0]]
-    work = tally(code, function, APPLY[1], Geometry(dim, dim, -(-rank // Geometry(dim, dim, 1).keys)))
-    flops = plan.apply_flops(n, dim, dim, rank, 0)
-    yield Pass(f"PDA, apply at rank {rank}", flops, code, work, -(-n // threads), 4 * rank * 2 * dim)
+    work = tally(code, function, APPLY[1], Geometry(dim, dim, -(-rank // keys)))
+    blocks, flops = -(-n // code.threads), apply_flops(n, dim, dim, rank, 0)
+    yield Pass(f"PDA, apply at rank {rank}", flops, code.threads, work, blocks, blocks * rank * row, n * row)
 
 
-def _problem():
-    """Enough of a Problem to ask how the keys are split on the GPU."""
+def _resident(code):
+    return MULTIPROCESSORS[code.capability].occupancy(code.threads, code.registers, code.shared)[0]
+
+
+def _splits(rows, threads, keys):
+    """Into how many ranges the keys are cut on the GPU, and how long these are."""
     from types import SimpleNamespace
 
     from pda_numba.device import Cuda
+    from pda_numba.rows import _splits as split_keys
 
-    return SimpleNamespace(device=SimpleNamespace(pieces=Cuda.pieces))
+    problem = SimpleNamespace(device=SimpleNamespace(pieces=Cuda.pieces))
+    return split_keys(problem, -(-rows // threads), keys)
 
 
 def compile_tiles(launches, card):
@@ -323,7 +101,7 @@ def compile_tiles(launches, card):
     from .launches import drivers
 
     wanted = {name for name, _ in (EXACT, APPLY, *OTHERS)}
-    chosen = [x for x in launches if x.kernel in wanted and x.numbers == ["float32"]]
+    chosen = [x for x in launches if x.kernel in wanted and not x.other_loads]
     codes = build.compile_all(chosen, (card.capability,), lines=True)
     return {code.launch.kernel: (code, drivers()[code.launch.kernel].function) for code in codes}
 
@@ -339,7 +117,7 @@ def report(launches, card=None):
     print_table("Share of multiply-adds among all instructions, and multiply-adds per byte, D = E = 64", header, rows)
     rows = []
     for n in LENGTHS:
-        for work in passes(codes, n):
+        for work in passes(codes, n, card):
             seconds = work.seconds(card)
             unit = max(seconds, key=seconds.get)
             share = work.flops / seconds[unit] / card.flops

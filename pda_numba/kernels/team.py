@@ -14,8 +14,8 @@ Run by the interpreter, these functions belong to Numba's CUDA simulator.
 """
 
 import numpy as np
-from numba.extending import overload
-from numba.np.numpy_support import as_dtype
+from llvmlite import ir
+from numba.extending import intrinsic, overload
 
 from .._jit import shared
 
@@ -129,16 +129,34 @@ def _scan(scratch, x, size):
     return result
 
 
+@intrinsic
+def _shared_scratch(typingctx, like):
+    """An array of LARGEST_TEAM elements in shared memory.
+
+    A function is linked once for each of its callers, and its array may not clash with itself: `cuda.shared.array`
+    makes a symbol that does.
+    """
+    from numba.cuda import shared as space
+    from numba.cuda import types
+
+    array = types.Array(like, 1, "C")
+
+    def codegen(context, builder, signature, arguments):
+        before = set(builder.module.globals)
+        parts = types.literal(LARGEST_TEAM), types.DType(like)
+        out = context.get_function(space.array, array(*parts))(builder, (None, None))
+        for name in set(builder.module.globals) - before:
+            symbol = builder.module.globals[name]
+            if isinstance(symbol, ir.GlobalVariable):
+                symbol.linkage = "linkonce_odr"
+        return out
+
+    return array(like), codegen
+
+
 def _through_shared_memory(fold):
     """For CUDA: `fold` with an array of the argument's type."""
-
-    def choose(x, size):
-        from numba import cuda
-
-        dtype = as_dtype(x)
-        return lambda x, size: fold(cuda.shared.array(LARGEST_TEAM, dtype), x, size)
-
-    return choose
+    return lambda x, size: lambda x, size: fold(_shared_scratch(x), x, size)
 
 
 def _simulate(fold, x, size):

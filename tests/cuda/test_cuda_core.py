@@ -90,6 +90,7 @@ def test_fewer_rows_than_landmarks(rng):
     assert np.isfinite(host(gpu.table)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [1, 4])
 def test_every_barrier_is_needed(windows, rng, monkeypatch):
     """With fewer target columns than landmarks, and with more; twice as many threads as lanes, as on a GPU."""

@@ -116,6 +116,7 @@ def test_moment_root_and_solve(n, dim, width, order, rng):
     np.testing.assert_allclose(root @ solved, right, rtol=0, atol=1e-11)  # condition below 300
 
 
+@pytest.mark.slow
 def test_every_barrier_is_needed(rng):
     x, square = rng.standard_normal((17, 12)), np.triu(rng.standard_normal((10, 10)))
     right = rng.standard_normal((12, 5))
