@@ -1,5 +1,7 @@
 """`attention` and `estimate_error` wholly on the device: the same rows, choices and numbers as on the CPU."""
 
+import sys
+
 import naive
 import numpy as np
 import problems
@@ -74,7 +76,7 @@ def test_exact_at_awkward_sizes(n, m, d, e):
 
 
 def test_tol_is_kept_and_costs_one_wait_per_step(monkeypatch):
-    monkeypatch.setattr("pda_numba.plan.RANKS", (4, 8))
+    monkeypatch.setattr(sys.modules["pda_numba.plan"], "RANKS", (4, 8))  # pda_numba.plan is the function
     arrays = problems.make("near_uniform", 280, d=6, e=3, seed=5)
     waits = []
     download = Cuda.download

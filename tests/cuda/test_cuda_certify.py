@@ -136,7 +136,7 @@ def test_judge_of_nothing(rng):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_squares(order, rng):
-    cpu, gpu, heads = problem_of(rng, 97)
+    cpu, gpu, _ = problem_of(rng, 97)
     out = rng.standard_normal((5, 97, 7)).astype(np.float32)
     place, which = np.array([4, 0, 2]), np.array([[3, 50, 96], [0, 1, 2], [5, 0, 0]])
     count, norm = np.array([3, 0, 1]), rng.random((HEADS, 130)).astype(np.float32)

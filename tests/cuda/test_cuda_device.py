@@ -72,7 +72,7 @@ def test_reductions(size, rng, device):
 def _reduce_again(x, out):
     for i in range(2):  # a reduction may begin while others still read the result of the last one
         out[member(), 3 * i] = team_sum(x[member(), i])
-        out[member(), 3 * i + 1] = team_max(x[member(), i])
+        out[member(), 3 * i + 1] = team_max(-x[member(), i])
         out[member(), 3 * i + 2] = sum_before(x[member(), i])
 
 
