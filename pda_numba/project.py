@@ -226,14 +226,26 @@ def _stack_cpu(p_q, mean, basis):
 
 # --- CUDA drivers ---
 
-_ROW_TEAM = 64
+_ROW_TEAM, _SHARED = 64, 2048
 
 
-@cuda_kernel(_ROW_TEAM)
-def _srht_cuda(x, signs, kept, work, out):
-    piece = cuda.blockIdx.x
-    for i in range(piece, x.shape[0], work.shape[0]):
-        _transform(x[i], signs, kept, work[piece], out[i])
+def _srht_driver(element):
+    """Rows of up to _SHARED coordinates are transformed in shared memory, longer ones in `work`."""
+
+    @cuda_kernel(_ROW_TEAM)
+    def srht_cuda(x, signs, kept, work, out):
+        piece = cuda.blockIdx.x
+        shared = cuda.shared.array(_SHARED, element)
+        for i in range(piece, x.shape[0], work.shape[0]):
+            if signs.shape[0] <= _SHARED:
+                _transform(x[i], signs, kept, shared[: signs.shape[0]], out[i])
+            else:
+                _transform(x[i], signs, kept, work[piece], out[i])
+
+    return srht_cuda
+
+
+_SRHT_CUDA = {element: _srht_driver(np.dtype(element)) for element in (np.float32, np.float64)}
 
 
 @cuda_kernel(_ROW_TEAM)
@@ -266,7 +278,16 @@ def srht(x, count, seed, element, device=CPU):
     _signs_and_coordinates(size, seed, signs, kept)
     out = device.empty((x.shape[0], count), element)
     work = device.empty((min(device.pieces, x.shape[0]), size), element)
-    device.run(_srht_cpu, _srht_cuda, (work.shape[0],), x, device.upload(signs), device.upload(kept), work, out)
+    device.run(
+        _srht_cpu,
+        _SRHT_CUDA[np.dtype(element).type],
+        (work.shape[0],),
+        x,
+        device.upload(signs),
+        device.upload(kept),
+        work,
+        out,
+    )
     return out
 
 

@@ -114,7 +114,7 @@ def test_split_keys(keys, rng):
     """Few rows over many keys: the ranges of keys are merged, also where one range outweighs the others by e^90."""
     q, k, v = make(rng, 6, keys, 8, 4)
     k[: keys // 2] += 4 * q[:1]
-    splits, split = _splits(1, keys)
+    splits, split = _splits(flat(q, k, v), 1, keys)
     assert splits > 1
     assert split % TILE == 0
     assert (splits - 1) * split < keys <= splits * split

@@ -9,6 +9,7 @@ from problems import make
 
 import pda_numba
 from pda_numba import attention
+from pda_numba.device import Cpu
 
 CALLS = {
     "exact": {"method": "exact"},
@@ -70,6 +71,7 @@ def test_poisoned_memory_changes_nothing(name, monkeypatch):
     assert len(rooms) >= 8
     for room in rooms:
         monkeypatch.setattr(room, "np", poisoned)
+    monkeypatch.setattr(Cpu, "empty", staticmethod(poisoned.empty))
     assert everything(name) == clean
     assert poisoned.made > 5
 
@@ -79,5 +81,6 @@ def test_projection_with_poisoned_memory(monkeypatch, rng):
     clean = pda_numba.project(x, 7)
     poisoned = _Poisoned()
     monkeypatch.setattr(sys.modules["pda_numba.project"], "np", poisoned)
+    monkeypatch.setattr(Cpu, "empty", staticmethod(poisoned.empty))
     assert pda_numba.project(x, 7).tobytes() == clean.tobytes()
-    assert poisoned.made == 1
+    assert poisoned.made >= 1

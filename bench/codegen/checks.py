@@ -3,8 +3,27 @@
 from . import sass
 from .cards import LARGEST_STATIC_SHARED, MOST_REGISTERS
 
-# Drivers that compute in float64 although they read float32, and why.
-FLOAT64_BY_NATURE: dict = {}
+# Drivers that compute in float64 although they read or write float32, and why.
+_SUMS = "sums over a head that an error statement rests on"
+_DRAWS = "probabilities and the numbers drawn against them"
+_FIT = "a factorisation, whose rounding grows with the condition number"
+FLOAT64_BY_NATURE = {
+    "pda_numba.certify:_compare_cuda": _SUMS,
+    "pda_numba.certify:_judge_cuda": _SUMS,
+    "pda_numba.certify:_measure_cuda": _SUMS,
+    "pda_numba.certify:_sum_squares_cuda": _SUMS,
+    "pda_numba.core:_fit_cuda": _FIT,
+    "pda_numba.finish:_flag_cuda": _DRAWS,
+    "pda_numba.finish:_place_cuda": _SUMS,
+    "pda_numba.holdout:_hold_out_cuda": _DRAWS,
+    "pda_numba.landmarks:_average_cuda": "means of keys, which the landmarks are moved by",
+    "pda_numba.landmarks:_pivot_cuda": _FIT,
+    "pda_numba.landmarks:_pool_cuda": _DRAWS,
+    "pda_numba.landmarks:_shrink_cuda": "means of keys, which the landmarks are moved by",
+    "pda_numba.reach:_whiten_cuda": _FIT,
+    "pda_numba.sample:_weigh_candidates_cuda": _DRAWS,
+    "pda_numba.scan:_scan_cuda": "squares of float32 may overflow",
+}
 
 # Of multiply-adds among the instructions of an inner product: those of float64 take two cycles on all of these cards.
 LEAST_SHARE = {"FFMA": 0.6, "DFMA": 0.4}
