@@ -55,13 +55,12 @@ def _hadamard(x):
 
 
 @shared
-def _transform(x, signs, kept, buffer, out):
+def _transform(x, signs, kept, factor, buffer, out):
     """One row: random signs, the transform, the kept coordinates."""
     for d in range(member(), buffer.shape[0], members()):
         buffer[d] = widen(x[d]) * signs[d] if d < x.shape[0] else out.dtype.type(0)
     barrier()
     _hadamard(buffer)
-    factor = out.dtype.type(1.0 / math.sqrt(out.shape[0]))
     for c in range(member(), out.shape[0], members()):
         out[c] = buffer[kept[c]] * factor
     barrier()
@@ -197,10 +196,10 @@ def _signs_and_coordinates(size, seed, signs, kept):
 
 
 @cpu_kernel
-def _srht_cpu(x, signs, kept, work, out):
+def _srht_cpu(x, signs, kept, factor, work, out):
     for piece in prange(work.shape[0]):
         for i in range(piece, x.shape[0], work.shape[0]):
-            _transform(x[i], signs, kept, work[piece], out[i])
+            _transform(x[i], signs, kept, factor, work[piece], out[i])
 
 
 @cpu_kernel
@@ -233,14 +232,14 @@ def _srht_driver(element):
     """Rows of up to _SHARED coordinates are transformed in shared memory, longer ones in `work`."""
 
     @cuda_kernel(_ROW_TEAM)
-    def srht_cuda(x, signs, kept, work, out):
+    def srht_cuda(x, signs, kept, factor, work, out):
         piece = cuda.blockIdx.x
         shared = cuda.shared.array(_SHARED, element)
         for i in range(piece, x.shape[0], work.shape[0]):
             if signs.shape[0] <= _SHARED:
-                _transform(x[i], signs, kept, shared[: signs.shape[0]], out[i])
+                _transform(x[i], signs, kept, factor, shared[: signs.shape[0]], out[i])
             else:
-                _transform(x[i], signs, kept, work[piece], out[i])
+                _transform(x[i], signs, kept, factor, work[piece], out[i])
 
     return srht_cuda
 
@@ -278,16 +277,9 @@ def srht(x, count, seed, element, device=CPU):
     _signs_and_coordinates(size, seed, signs, kept)
     out = device.empty((x.shape[0], count), element)
     work = device.empty((min(device.pieces, x.shape[0]), size), element)
-    device.run(
-        _srht_cpu,
-        _SRHT_CUDA[np.dtype(element).type],
-        (work.shape[0],),
-        x,
-        device.upload(signs),
-        device.upload(kept),
-        work,
-        out,
-    )
+    factor = np.dtype(element).type(1.0 / math.sqrt(count))
+    task = x, device.upload(signs), device.upload(kept), factor, work, out
+    device.run(_srht_cpu, _SRHT_CUDA[np.dtype(element).type], (work.shape[0],), *task)
     return out
 
 

@@ -127,7 +127,7 @@ def _scan_cuda(x, low, high, square, total, finite):
     for i in range(start + member(), stop, members()):
         length = 0.0
         for d in range(x.shape[2]):
-            length = add_square(length, float(widen(x[h, i, d])))
+            length = add_square(length, np.float64(widen(x[h, i, d])))
         longest, together = larger(length, longest), together + length
     longest, together, bad = team_max(longest), team_sum(together), team_sum(bad)
     if member() == 0:

@@ -20,6 +20,8 @@ FLOAT64_BY_NATURE = {
     "pda_numba.landmarks:_pivot_cuda": _FIT,
     "pda_numba.landmarks:_pool_cuda": _DRAWS,
     "pda_numba.landmarks:_shrink_cuda": "means of keys, which the landmarks are moved by",
+    "pda_numba.project:_balance_cuda": _FIT,
+    "pda_numba.project:_project_cuda": _FIT,
     "pda_numba.reach:_whiten_cuda": _FIT,
     "pda_numba.sample:_weigh_candidates_cuda": _DRAWS,
     "pda_numba.scan:_scan_cuda": "squares of float32 may overflow",

@@ -133,11 +133,28 @@ def uniform(seed, head, stage, index):
     return float(hash64(seed, head, stage, index) >> _S11) * (1.0 / 9007199254740992.0)
 
 
+def cos_turns(u):
+    """cos(2 pi u) for 0 <= u < 1."""
+    return math.cos(2.0 * math.pi * u)
+
+
+@overload(cos_turns)
+def _cos_turns_compiled(u):
+    return lambda u: math.cos(2.0 * math.pi * u)
+
+
+@overload(cos_turns, target="cuda")
+def _cos_turns_cuda(u):
+    from numba.cuda import libdevice
+
+    return lambda u: libdevice.cospi(2.0 * u)  # `cos` keeps local memory for arguments far from zero
+
+
 @shared
 def normal(seed, head, stage, index):
     """A float64 of the standard normal distribution (Box and Muller 1958)."""
     u = 1.0 - uniform(seed, head, stage, 2 * index)  # in (0, 1]
-    return math.sqrt(-2.0 * math.log(u)) * math.cos(2.0 * math.pi * uniform(seed, head, stage, 2 * index + 1))
+    return math.sqrt(-2.0 * math.log(u)) * cos_turns(uniform(seed, head, stage, 2 * index + 1))
 
 
 @shared
