@@ -29,8 +29,8 @@ FLOAT64_BY_NATURE = {
     "pda_numba.scan:_scan_cuda": "squares of float32 may overflow",
 }
 
-# Drivers that still spill, and at most how many bytes: the QR, the SVD and what follows are inlined into one kernel, and
-# 255 registers are not enough for all of their addresses. To be cut into several kernels.
+# Drivers that still spill, and at most how many bytes: the QR, the SVD and what follows are inlined into one kernel,
+# and 255 registers are not enough for all of their addresses. To be cut into several kernels.
 STILL_SPILL = {"pda_numba.core:_fit_cuda": 240, "pda_numba.project:_balance_cuda": 144}
 
 # Of multiply-adds among the instructions of an inner product: those of float64 take two cycles on all of these cards.
