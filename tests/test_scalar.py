@@ -146,7 +146,7 @@ def test_widen_leaves_wide_floats_alone(dtype):
 
 def test_widen_means_the_same_to_the_interpreter():
     """So it runs on the CUDA simulator."""
-    half = np.array([1.5, -2.0**-20, 65504.0], np.float16)
+    half = np.array([1.5, -(2.0**-20), 65504.0], np.float16)
     assert [scalar.widen(x) for x in half.view(np.uint16)] == half.astype(np.float32).tolist()
     assert scalar.widen(np.int16(0x3FC0)) == 1.5  # the upper half of a float32
     assert scalar.widen(1.0) == 1.0
