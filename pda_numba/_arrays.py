@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ._jit import import_cuda
-from .device import SIMULATED
+from ._jit import SIMULATED, import_cuda
 
 _LIBRARIES = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "numba": "numba"}
 _CUDA, _CUDA_MANAGED = 2, 13  # device types of DLPack

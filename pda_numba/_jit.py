@@ -136,6 +136,7 @@ def device_body(function):
     return function
 
 
+SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])  # Numba's simulator stands for the GPU (NUMBA_ENABLE_CUDASIM=1)
 SIMULATED_TEAM = 64
 
 
@@ -150,13 +151,13 @@ class CudaKernel:
     @functools.cached_property
     def compiled(self):
         module = import_cuda()
-        if config.ENABLE_CUDASIM:
+        if SIMULATED:
             return module.jit(self.function)
         return module.jit(cache=True, launch_bounds=self.bounds)(self.function)
 
     def launch(self, grid, stream, *args):
         # The simulator takes its time over every thread; bodies work with teams of any size.
-        threads = min(self.threads, SIMULATED_TEAM) if config.ENABLE_CUDASIM else self.threads
+        threads = min(self.threads, SIMULATED_TEAM) if SIMULATED else self.threads
         self.compiled[grid, threads, stream](*args)
 
 

@@ -13,9 +13,10 @@ import dataclasses
 import numpy as np
 
 from . import _arrays, _validate
+from ._jit import SIMULATED
 from ._streamed import Streamed
-from .device import CPU, SIMULATED, Cuda, open_stream
-from .scan import _scan_one, find_ranges
+from .device import CPU, Cuda, open_stream
+from .scan import find_ranges, scan_array
 
 
 def place(device, problem, shape, dtype, out):
@@ -167,7 +168,7 @@ class Judged(InPlace):
         """Waits for the device."""
         report = self.device.zeros((self.target.shape[0], 3), np.float64)
         for i in range(len(self.target.pointers)):
-            _scan_one(self.device, self.problem.element, self.target.local(i), i * self.target.size, report)
+            scan_array(self.device, self.problem.element, self.target.local(i), i * self.target.size, report)
         finite = self.device.download(report)[:, 2].all()
         self.device.recycle()
         return finite

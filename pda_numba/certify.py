@@ -182,6 +182,33 @@ def _judge(chance, pi, scales, uniform_pi, squares, norm, state, fitted, row_err
         row[EXACT_ROWS], row[HELD_OUT_ROWS] = exact_rows, count
 
 
+@shared
+def _judge_head(
+    h,
+    live,
+    count,
+    chance,
+    pi,
+    scales,
+    uniform_pi,
+    squares,
+    norm,
+    state,
+    fitted,
+    row_error,
+    row_leverage,
+    reach,
+    replaced,
+    report,
+):
+    """Head h, if it is live."""
+    if live[h]:
+        n = count[h]
+        held = chance[h, :n], pi[h, :n], scales[h], uniform_pi[h], squares[h]
+        left_out = fitted[h], row_error[h], row_leverage[h]
+        _judge(*held, norm[h], state[h], *left_out, reach[h], replaced, report[h])
+
+
 # --- CPU drivers ---
 
 
@@ -225,24 +252,9 @@ def _judge_cpu(
     replaced,
     report,
 ):
+    held = live, count, chance, pi, scales, uniform_pi, squares
     for h in range(state.shape[0]):
-        n = count[h]
-        if live[h]:
-            _judge(
-                chance[h, :n],
-                pi[h, :n],
-                scales[h],
-                uniform_pi[h],
-                squares[h],
-                norm[h],
-                state[h],
-                fitted[h],
-                row_error[h],
-                row_leverage[h],
-                reach[h],
-                replaced,
-                report[h],
-            )
+        _judge_head(h, *held, norm, state, fitted, row_error, row_leverage, reach, replaced, report)
 
 
 # --- CUDA drivers ---
@@ -288,24 +300,8 @@ def _judge_cuda(
     replaced,
     report,
 ):
-    h = cuda.blockIdx.x
-    n = count[h]
-    if live[h]:
-        _judge(
-            chance[h, :n],
-            pi[h, :n],
-            scales[h],
-            uniform_pi[h],
-            squares[h],
-            norm[h],
-            state[h],
-            fitted[h],
-            row_error[h],
-            row_leverage[h],
-            reach[h],
-            replaced,
-            report[h],
-        )
+    held = live, count, chance, pi, scales, uniform_pi, squares
+    _judge_head(cuda.blockIdx.x, *held, norm, state, fitted, row_error, row_leverage, reach, replaced, report)
 
 
 # --- stages ---

@@ -261,6 +261,31 @@ def _fit(
         _fill_table(vt, chosen, right, w, combination, basis, product, table[h, w])
 
 
+@shared
+def _fit_some(
+    slot,
+    query_head,
+    features,
+    target,
+    exact,
+    weight,
+    first,
+    rank,
+    seed,
+    width,
+    table,
+    ridge,
+    loo,
+    row_error,
+    row_leverage,
+    work,
+):
+    """Every head of one workspace."""
+    fixed = query_head, features, target, exact, weight, first, rank, seed, width
+    for h in range(slot, rank.shape[0], work.shape[0]):
+        _fit(h, *fixed, table, ridge, loo, row_error, row_leverage, work[slot])
+
+
 # --- drivers ---
 
 
@@ -282,26 +307,9 @@ def _fit_cpu(
     row_leverage,
     work,
 ):
+    fixed = query_head, features, target, exact, weight, first, rank, seed, width
     for slot in prange(work.shape[0]):
-        for h in range(slot, rank.shape[0], work.shape[0]):
-            _fit(
-                h,
-                query_head,
-                features,
-                target,
-                exact,
-                weight,
-                first,
-                rank,
-                seed,
-                width,
-                table,
-                ridge,
-                loo,
-                row_error,
-                row_leverage,
-                work[slot],
-            )
+        _fit_some(slot, *fixed, table, ridge, loo, row_error, row_leverage, work)
 
 
 @cuda_kernel(TEAM)
@@ -322,26 +330,8 @@ def _fit_cuda(
     row_leverage,
     work,
 ):
-    slot = cuda.blockIdx.x
-    for h in range(slot, rank.shape[0], work.shape[0]):
-        _fit(
-            h,
-            query_head,
-            features,
-            target,
-            exact,
-            weight,
-            first,
-            rank,
-            seed,
-            width,
-            table,
-            ridge,
-            loo,
-            row_error,
-            row_leverage,
-            work[slot],
-        )
+    fixed = query_head, features, target, exact, weight, first, rank, seed, width
+    _fit_some(cuda.blockIdx.x, *fixed, table, ridge, loo, row_error, row_leverage, work)
 
 
 # --- stage ---
@@ -372,24 +362,6 @@ def fit(problem, heads, features, target, exact, weight, rank, *, first=0):
     ridge, loo = (device.empty((count, windows), np.float64) for _ in range(2))
     row_error, row_leverage = (device.empty((count, windows, n), np.float64) for _ in range(2))
     work = device.empty((slots, _places(n, padded_rank, windows, columns, width, team).end), np.float64)
-    device.run(
-        _fit_cpu,
-        _fit_cuda,
-        (slots,),
-        problem.query_heads(heads),
-        features,
-        target,
-        exact,
-        weight,
-        first,
-        rank,
-        problem.seed,
-        width,
-        table,
-        ridge,
-        loo,
-        row_error,
-        row_leverage,
-        work,
-    )
+    given = problem.query_heads(heads), features, target, exact, weight, first, rank, problem.seed, width
+    device.run(_fit_cpu, _fit_cuda, (slots,), *given, table, ridge, loo, row_error, row_leverage, work)
     return Fit(table, ridge, loo, row_error, row_leverage)

@@ -11,12 +11,9 @@ import os
 
 import numba
 import numpy as np
-from numba.core import config
 
-from ._jit import cuda, cuda_kernel, import_cuda, shared
+from ._jit import SIMULATED, cuda, cuda_kernel, import_cuda, shared
 from .kernels.team import member, members
-
-SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])  # Numba's simulator stands for the GPU (NUMBA_ENABLE_CUDASIM=1)
 
 # --- movement of data on the GPU: rows of 4-byte words ---
 
@@ -167,7 +164,7 @@ class Cuda:
         return out
 
     def upload(self, array):
-        """A small array of the host, copied once."""
+        """A small array of the host, copied once: equal arrays are the same one here, which nobody may write to."""
         array = np.ascontiguousarray(array)
         key = array.dtype.str, array.shape, array.tobytes()
         if key not in self.uploads:

@@ -143,6 +143,39 @@ def _hold_out(
     return count, uniform_pi
 
 
+@shared
+def _hold_out_head(
+    h,
+    live,
+    query_head,
+    leverage,
+    reach,
+    first,
+    sizes,
+    edges,
+    seed,
+    stage,
+    state,
+    weight,
+    chosen,
+    probability,
+    rows,
+    chance,
+    pi,
+    scales,
+    count,
+    uniform_pi,
+):
+    """Head h, if it is live."""
+    found, by_chance = 0, 0.0
+    if live[h]:
+        drawn = leverage[h], reach[h], first, sizes, edges[h], seed, query_head[h], stage, state[h]
+        work = weight[h], chosen[h], probability[h]
+        found, by_chance = _hold_out(*drawn, *work, rows[h], chance[h], pi[h], scales[h])
+    if member() == 0:
+        count[h], uniform_pi[h] = found, by_chance
+
+
 # --- CPU driver ---
 
 
@@ -168,27 +201,9 @@ def _hold_out_cpu(
     count,
     uniform_pi,
 ):
+    drawn = live, query_head, leverage, reach, first, sizes, edges, seed, stage, state
     for h in prange(state.shape[0]):
-        count[h] = 0
-        if live[h]:
-            count[h], uniform_pi[h] = _hold_out(
-                leverage[h],
-                reach[h],
-                first,
-                sizes,
-                edges[h],
-                seed,
-                query_head[h],
-                stage,
-                state[h],
-                weight[h],
-                chosen[h],
-                probability[h],
-                rows[h],
-                chance[h],
-                pi[h],
-                scales[h],
-            )
+        _hold_out_head(h, *drawn, weight, chosen, probability, rows, chance, pi, scales, count, uniform_pi)
 
 
 # --- CUDA driver ---
@@ -216,29 +231,9 @@ def _hold_out_cuda(
     count,
     uniform_pi,
 ):
-    h = cuda.blockIdx.x
-    found, by_chance = 0, 0.0
-    if live[h]:
-        found, by_chance = _hold_out(
-            leverage[h],
-            reach[h],
-            first,
-            sizes,
-            edges[h],
-            seed,
-            query_head[h],
-            stage,
-            state[h],
-            weight[h],
-            chosen[h],
-            probability[h],
-            rows[h],
-            chance[h],
-            pi[h],
-            scales[h],
-        )
-    if member() == 0:
-        count[h], uniform_pi[h] = found, by_chance
+    drawn = live, query_head, leverage, reach, first, sizes, edges, seed, stage, state
+    lists = rows, chance, pi, scales, count, uniform_pi
+    _hold_out_head(cuda.blockIdx.x, *drawn, weight, chosen, probability, *lists)
 
 
 # --- stage ---

@@ -171,7 +171,7 @@ def find_ranges(problem, dtype, *, check_finite):
     report = device.zeros((sum(x.shape[0] for x in arrays.values()), 3), np.float64)
     row, found = 0, {}
     for name, x in arrays.items():
-        found[name] = _scan_one(device, problem.element, x, row, report)
+        found[name] = scan_array(device, problem.element, x, row, report)
         row += x.shape[0]
     told = np.split(device.download(report), np.cumsum([x.shape[0] for x in arrays.values()])[:2])
     longest, typical = {}, {}
@@ -191,7 +191,7 @@ def find_ranges(problem, dtype, *, check_finite):
     return Ranges(low, high, slip, half_unit)
 
 
-def _scan_one(device, element, x, row, report):
+def scan_array(device, element, x, row, report):
     """Ranges of the columns, and which pieces are finite; fills the report's lines from `row` on."""
     pieces = max(1, -(-x.shape[1] // (_PIECE if device.name == "cpu" else _CUDA_PIECE)))
     low, high = (device.empty((x.shape[0], pieces, x.shape[2]), element) for _ in range(2))

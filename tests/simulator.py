@@ -98,29 +98,39 @@ def barriers_met():
     yield _SEEN
 
 
-def barriers_without_effect(run):
+def barriers_without_effect(run, *files):
     """Places of the barriers that `run` meets whose removal it does not notice, in either order of the threads.
 
-    `run` returns an array; an error inside a kernel counts as noticed.
+    Of `files`, or of all but the reductions in team.py, whose own are tested once. `run` returns an array or several;
+    an error inside a kernel counts as noticed.
     """
 
-    def result():
+    def results():
         try:
-            return run()
+            return _arrays(run())
         except Exception:
             return None
 
     with barriers_met() as seen:
-        reference = run()
-    places = sorted(place for place in seen if not place[0].endswith("team.py"))  # a reduction's own are tested once
+        reference = _arrays(run())
     with backwards():
-        np.testing.assert_array_equal(run(), reference)
+        assert _same(_arrays(run()), reference)
+    places = sorted(p for p in seen if (p[0].endswith(files) if files else not p[0].endswith("team.py")))
+    assert places
     left = []
     for place in places:
         with without_barrier(place):
-            forwards_too = result()
+            forwards_too = results()
             with backwards():
-                results = forwards_too, result()
-        if all(r is not None and np.array_equal(r, reference) for r in results):
+                outcomes = forwards_too, results()
+        if all(outcome is not None and _same(outcome, reference) for outcome in outcomes):
             left.append(place)
     return left
+
+
+def _arrays(result):
+    return [result] if isinstance(result, np.ndarray) else list(result)
+
+
+def _same(a, b):
+    return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True))

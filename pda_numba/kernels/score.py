@@ -3,11 +3,9 @@
 s_j = room[0] . k_j      room[0]: the query, widened and scaled; room[1]: space for a key; room[2]: the scores
 """
 
-from numba.extending import overload
-
 from .._jit import shared
 from .scalar import fma, widen
-from .simd import dot
+from .simd import dot, two_schedules
 from .team import member, members
 
 
@@ -33,12 +31,9 @@ def _score_in_order(room, k, j):
     return total
 
 
+@two_schedules(_score_as_vectors, _score_in_order)
 def _score(room, k, j):
     return _score_in_order(room, k, j)
-
-
-overload(_score)(lambda room, k, j: _score_as_vectors)
-overload(_score, target="cuda")(lambda room, k, j: _score_in_order)
 
 
 @shared

@@ -13,6 +13,8 @@ the size of the team alone.
 Run by the interpreter, these functions belong to Numba's CUDA simulator.
 """
 
+import operator
+
 import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic, overload
@@ -78,37 +80,30 @@ def barrier():
 # --- reductions, through an array in shared memory ---
 
 
-@shared
-def _fold_sum(scratch, x, size):
-    """Sum over each group of `size` neighbours, known to all of them: pairs at half the distance, and so on."""
-    t = member()
-    scratch[t] = x
-    barrier()
-    step = size // 2
-    while step > 0:
-        if t % size < step:
-            scratch[t] += scratch[t + step]
+def _fold(combine):
+    """What `combine` makes of each group of `size` neighbours, known to all of them: pairs at half the distance, and
+    so on.
+    """
+
+    @shared
+    def fold(scratch, x, size):
+        t = member()
+        scratch[t] = x
         barrier()
-        step //= 2
-    result = scratch[t - t % size]
-    barrier()
-    return result
+        step = size // 2
+        while step > 0:
+            if t % size < step:
+                scratch[t] = combine(scratch[t], scratch[t + step])
+            barrier()
+            step //= 2
+        result = scratch[t - t % size]
+        barrier()
+        return result
+
+    return fold
 
 
-@shared
-def _fold_max(scratch, x, size):
-    t = member()
-    scratch[t] = x
-    barrier()
-    step = size // 2
-    while step > 0:
-        if t % size < step:
-            scratch[t] = max(scratch[t], scratch[t + step])
-        barrier()
-        step //= 2
-    result = scratch[t - t % size]
-    barrier()
-    return result
+_fold_sum, _fold_max = _fold(operator.add), _fold(max)
 
 
 @shared

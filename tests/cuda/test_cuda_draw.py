@@ -101,17 +101,4 @@ def test_every_barrier_is_needed(rng):
         drawn = [host(x) for x in draw.weighted_rows(gpu, heads, weight, 40, stage=draw.AUDIT)]
         return [*drawn, *bodies(lambda *args: _bodies_cuda.launch(1, 0, *args), values, host(weight)[0], 0.3)]
 
-    simulator_check(everything)
-
-
-def simulator_check(run):
-    with simulator.barriers_met() as met:
-        right = run()
-    own = [place for place in set(met) if place[0].endswith("draw.py")]
-    assert own
-    for place in own:
-        changed = False
-        for order in ORDERS:
-            with order(), simulator.without_barrier(place):
-                changed |= not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(run(), right, strict=True))
-        assert changed, place
+    assert not simulator.barriers_without_effect(everything, "draw.py")
