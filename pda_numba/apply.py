@@ -173,10 +173,8 @@ def _apply_cpu(
 
 def _apply_driver(element):
     """One block for the queries of a panel and a a value columns of one head."""
-    a = tile.queries_per_thread(element)
-    keys, columns_at_once, block = tile.tile_keys(element), tile.tile_columns(element), a * tile.KEYS_PER_THREAD
-    depth, rows_of_buffers, threads = tile.depth(element), tile.buffer_rows(element), tile.THREADS
-    piece_size = keys * tile.CHUNK // threads
+    a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
+    threads = tile.THREADS
     lowest = element.type(np.finfo(element).min / 2)
     infinity, marks = element.type(np.inf), tile.MARKS
 
@@ -217,6 +215,7 @@ def _apply_driver(element):
         piece = cuda.local.array(piece_size, element)
         left = cuda.local.array(a, element)
         right = cuda.local.array(a, element)
+        memory, registers = (scores, queries, buffers), (product, left, right, piece)
         part = cuda.local.array(4, element)
         q_h, k_h, v_h = q[query_head[h]], k[key_head[h]], v[key_head[h]]
         row = min(start + t, q.shape[1] - 1)
@@ -231,26 +230,7 @@ def _apply_driver(element):
         for j in range(first_near, stop, keys):
             fresh = j == first_near
             tile.score_tile(
-                scores,
-                product,
-                left,
-                right,
-                piece,
-                queries,
-                buffers,
-                q_h,
-                row,
-                factor,
-                columns[h],
-                t,
-                False,
-                k_h,
-                j,
-                stop,
-                fresh,
-                t,
-                a,
-                vectors,
+                memory, registers, q_h, row, factor, columns[h], t, False, k_h, j, stop, fresh, t, a, vectors
             )
             tile.hide_scores(scores, min(keys, stop - j), -infinity, t)
             for c in range(min(keys, stop - j)):
@@ -262,22 +242,17 @@ def _apply_driver(element):
             factors[t] = shrink
             total = total * shrink + tile.weigh(scores, top, t)
             if values:
-                tile.begin_values(piece, buffers, v_h, j, stop, column, t, a, vectors & 4)
+                tile.begin_values(memory, registers, v_h, j, stop, column, t, a, vectors & 4)
                 barrier()
                 tile.scale_queries(acc, factors, t, a)
-                tile.add_values(acc, left, right, piece, scores, buffers, v_h, j, stop, column, t, a, vectors & 4)
+                tile.add_values(acc, memory, registers, v_h, j, stop, column, t, a, vectors & 4)
         sums[0, t] = total
         landmarks_h, table_h, columns_h = landmarks[h], table[h], columns[h]
         for j in range(0, rank[h], keys):
             fresh = j == 0 and (projected or stop <= first_near)
             tile.score_tile(
-                scores,
-                product,
-                left,
-                right,
-                piece,
-                queries,
-                buffers,
+                memory,
+                registers,
                 q_h,
                 row,
                 factor,
@@ -303,12 +278,10 @@ def _apply_driver(element):
             tile.add_marks(sums, part, scores, buffers, shrink, t)
             barrier()
             if values:
-                tile.begin_values(piece, buffers, table_h, j, rank[h], column, t, a, vectors & 32)
+                tile.begin_values(memory, registers, table_h, j, rank[h], column, t, a, vectors & 32)
                 barrier()
                 tile.scale_queries(acc, factors, t, a)
-                tile.add_values(
-                    acc, left, right, piece, scores, buffers, table_h, j, rank[h], column, t, a, vectors & 32
-                )
+                tile.add_values(acc, memory, registers, table_h, j, rank[h], column, t, a, vectors & 32)
         share = one / sums[0, t]
         factors[t] = share
         if column == 0 and start + t < q.shape[1]:
@@ -388,7 +361,7 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
     which = _panel_rows(problem, starts) if basis.shape[1] else starts
     columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
     vectors = tile.vectors(problem.q, problem.k, problem.v) | tile.vectors(problem.q, landmarks, table, out) << 3
-    blocks = starts.shape[1], max(1, -(-values // tile.tile_columns(element))), len(heads)
+    blocks = starts.shape[1], max(1, -(-values // tile.geometry(element).columns)), len(heads)
     device.run(
         None, _APPLY_CUDA[element.type], blocks, *task, starts, problem.factor, columns, *rest, vectors, out, leverage
     )

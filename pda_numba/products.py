@@ -115,10 +115,8 @@ def _products_driver(element, purpose):
     `extra` is the queries' normalisers for the weights, half the rows' squares for the nearest one.
     `out` is (heads, rows, queries) for the scores themselves and the weights, (heads, queries) otherwise.
     """
-    a = tile.queries_per_thread(element)
-    keys, columns_at_once, block = tile.tile_keys(element), tile.tile_columns(element), a * tile.KEYS_PER_THREAD
-    depth, rows_of_buffers, threads = tile.depth(element), tile.buffer_rows(element), tile.THREADS
-    piece_size = keys * tile.CHUNK // threads
+    a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
+    threads = tile.THREADS
 
     @cuda_kernel(tile.THREADS, tile.PRODUCT_BLOCKS)
     def products_cuda(q, query_head, which, columns, factor, rows, count, extra, vectors, out):
@@ -130,6 +128,7 @@ def _products_driver(element, purpose):
         piece = cuda.local.array(piece_size, element)
         left = cuda.local.array(a, element)
         right = cuda.local.array(a, element)
+        memory, registers = (scores, queries, buffers), (product, left, right, piece)
         total = out.shape[out.ndim - 1]
         i = cuda.blockIdx.x * threads + t
         inside = i < total
@@ -138,13 +137,8 @@ def _products_driver(element, purpose):
         best, result = np.int64(0), product.dtype.type(0)
         for j in range(0, count[h], keys):
             tile.score_tile(
-                scores,
-                product,
-                left,
-                right,
-                piece,
-                queries,
-                buffers,
+                memory,
+                registers,
                 q[query_head[h]],
                 row,
                 factor,

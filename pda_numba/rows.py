@@ -144,10 +144,8 @@ def _merge_cpu(partial_out, partial_lse, used, out, lse):
 
 def _rows_driver(element):
     """One block for THREADS queries, one split of the keys and a a value columns of one head."""
-    a = tile.queries_per_thread(element)
-    keys, columns_at_once, block = tile.tile_keys(element), tile.tile_columns(element), a * tile.KEYS_PER_THREAD
-    depth, rows_of_buffers, threads = tile.depth(element), tile.buffer_rows(element), tile.THREADS
-    piece_size = keys * tile.CHUNK // threads
+    a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
+    threads = tile.THREADS
     lowest = element.type(np.finfo(element).min / 2)
 
     @cuda_kernel(tile.THREADS, tile.BLOCKS)
@@ -171,6 +169,7 @@ def _rows_driver(element):
         piece = cuda.local.array(piece_size, element)
         left = cuda.local.array(a, element)
         right = cuda.local.array(a, element)
+        memory, registers = (scores, queries, buffers), (product, left, right, piece)
         q_h, k_h, v_h = q[query_head[h]], k[key_head[h]], v[key_head[h]]
         start, stop = s * split, min(k.shape[1], (s + 1) * split)
         row = _chosen(which, h, min(i, used[h] - 1))
@@ -178,15 +177,10 @@ def _rows_driver(element):
         top[t], total[t] = lowest, zero
         tile.fill(acc, zero)
         for j in range(start, stop, keys):
-            tile.fill(product, zero)
-            for first in range(0, q.shape[2], depth):
-                if j == start or q.shape[2] > depth:
-                    tile.stage_queries(queries, q_h, row, first, factor, t, vectors & 1)
-                tile.multiply_keys(
-                    product, left, right, piece, queries, buffers, k_h, j, stop, first, t, a, vectors & 2
-                )
-            tile.put_block(scores, product, t, a)
-            barrier()
+            # queries are never projected here: `scores` stands for the matrix that would hold them
+            tile.score_tile(
+                memory, registers, q_h, row, factor, scores, t, False, k_h, j, stop, j == start, t, a, vectors
+            )
             tile.hide_scores(scores, min(keys, stop - j), lowest, t)
             peak = tile.peak_of(scores, top[t], t)
             shrink = weight(top[t], peak)
@@ -196,10 +190,10 @@ def _rows_driver(element):
             tile_total[t] = added if j % TILE == 0 else tile_total[t] * shrink + added
             if mass.shape[1] and column == 0 and i < used[h] and (j + keys >= stop or (j + keys) % TILE == 0):
                 mass[h, i, j // TILE] = log_sum(peak, tile_total[t])
-            tile.begin_values(piece, buffers, v_h, j, stop, column, t, a, vectors & 4)
+            tile.begin_values(memory, registers, v_h, j, stop, column, t, a, vectors & 4)
             barrier()
             tile.scale_queries(acc, factors, t, a)
-            tile.add_values(acc, left, right, piece, scores, buffers, v_h, j, stop, column, t, a, vectors & 4)
+            tile.add_values(acc, memory, registers, v_h, j, stop, column, t, a, vectors & 4)
         factors[t] = acc.dtype.type(1) / total[t]
         if column == 0 and i < used[h]:
             lse[s, h, i] = log_sum(top[t], total[t])
@@ -252,7 +246,7 @@ def rows(problem: Problem, heads, which=None, *, masses=False, out=None, used=No
     if device.name == "cpu":
         _rows_cpu(*task, partial_out, partial_lse, mass)
     else:
-        grid = -(-count // tile.THREADS), splits * -(-e // tile.tile_columns(element)), len(heads)
+        grid = -(-count // tile.THREADS), splits * -(-e // tile.geometry(element).columns), len(heads)
         vectors = tile.vectors(problem.q, problem.k, problem.v, partial_out)
         device.run(None, _ROWS_CUDA[element.type], grid, *task, vectors, partial_out, partial_lse, mass)
     if splits > 1:

@@ -17,6 +17,8 @@ With 8 x 4 scores and 8 x 8 sums in float32 nothing is spilled.
 A tensor-core product would take the place of `_outer` here.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba.extending import overload
 
@@ -33,30 +35,27 @@ BLOCKS, PRODUCT_BLOCKS = 4, 6  # blocks that should fit on a multiprocessor: the
 _STEP = 8  # how far the swizzle shifts the next group of rows
 
 
-def depth(element):
-    """Columns of the queries that are staged together."""
-    return 64 if np.dtype(element).itemsize == 4 else 32
-
-
-def queries_per_thread(element):
-    """a: 8 for float32, 4 for float64; a thread has as many value columns."""
-    return 8 if np.dtype(element).itemsize == 4 else 4
-
-
 KEYS_PER_THREAD = 4  # b
 
 
-def tile_keys(element):
-    return queries_per_thread(element) * KEYS_PER_THREAD
+class Geometry(NamedTuple):
+    """The sizes of a driver's arrays for one dtype."""
+
+    a: int  # queries, and value columns, per thread
+    keys: int  # of a tile
+    columns: int  # value columns of a block
+    block: int  # scores of a thread
+    depth: int  # columns of the queries that are staged together
+    buffer_rows: int  # of both buffers: CHUNK columns of the keys take up as much as half of them
+    piece: int  # numbers of a chunk that a thread fetches
 
 
-def tile_columns(element):
-    return queries_per_thread(element) ** 2
-
-
-def buffer_rows(element):
-    """Rows of both buffers together: CHUNK columns of the keys take up as much as this many rows of values."""
-    return 2 * CHUNK * tile_keys(element) // tile_columns(element)
+def geometry(element):
+    small = np.dtype(element).itemsize == 4
+    a = 8 if small else 4
+    keys, columns = a * KEYS_PER_THREAD, a * a
+    depth, rows = 64 if small else 32, 2 * CHUNK * keys // columns
+    return Geometry(a, keys, columns, a * KEYS_PER_THREAD, depth, rows, keys * CHUNK // THREADS)
 
 
 # --- elements of tiles: without the check for a negative index, and four at once ---
@@ -267,32 +266,13 @@ def put_block(tile, acc, t, a):
 
 
 @device_body
-def score_tile(
-    scores,
-    product,
-    left,
-    right,
-    piece,
-    queries,
-    buffers,
-    q,
-    row,
-    factor,
-    columns,
-    i,
-    projected,
-    keys,
-    j,
-    stop,
-    fresh,
-    t,
-    a,
-    vectors,
-):
+def score_tile(memory, registers, q, row, factor, columns, i, projected, keys, j, stop, fresh, t, a, vectors):
     """The scores of keys j .. j + a b (before `stop`) into shared memory.
 
-    The thread's query is q[row], or columns[:, i] if `projected`; `fresh` says that none is staged yet.
+    `memory` is scores, queries and buffers, `registers` a thread's product, left, right and piece. The thread's query
+    is q[row], or columns[:, i] if `projected` (any matrix if not); `fresh` says that none is staged yet.
     """
+    (scores, queries, buffers), (product, left, right, piece) = memory, registers
     fill(product, product.dtype.type(0))
     block = queries.shape[0]
     for first in range(0, keys.shape[1], block):
@@ -307,15 +287,17 @@ def score_tile(
 
 
 @device_body
-def begin_values(piece, buffers, values, start, stop, column, t, a, vector):
+def begin_values(memory, registers, values, start, stop, column, t, a, vector):
     """The first chunk of the values of a tile into a buffer; a barrier must follow before `add_values`."""
+    (_, _, buffers), (_, _, _, piece) = memory, registers
     fetch(piece, values, start, stop, column, a * a // 4, t, vector)
     put_values(buffers, 0, piece, t, a)
 
 
 @device_body
-def add_values(acc, left, right, piece, scores, buffers, values, start, stop, column, t, a, vector):
+def add_values(acc, memory, registers, values, start, stop, column, t, a, vector):
     """acc[x, y] += w_j v_jx over the keys of a tile: value columns column .. column + a a, weights in `scores`."""
+    (scores, _, buffers), (_, left, right, piece) = memory, registers
     current, rows = 0, buffers.shape[0] // 2
     for j in range(0, min(scores.shape[0], stop - start), rows):
         fetch(piece, values, start + j + rows, stop, column, a * a // 4, t, vector)
