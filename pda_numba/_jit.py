@@ -8,6 +8,8 @@
     The same on one core, for small work.
 `cuda_kernel`
     A driver for an NVIDIA GPU: `numba.cuda.jit`, compiled at its first launch.
+`CudaSteps`
+    Several of them in place of one that would spill registers.
 `device_body`
     A body of CUDA drivers alone, always inlined.
 
@@ -164,3 +166,14 @@ class CudaKernel:
 def cuda_kernel(threads, blocks_per_multiprocessor=1):
     """Compile a function as a CUDA driver with so many threads per block."""
     return lambda function: CudaKernel(function, threads, blocks_per_multiprocessor)
+
+
+class CudaSteps:
+    """Drivers that take the same arguments, launched one after the other."""
+
+    def __init__(self, *kernels):
+        self.kernels = kernels
+
+    def launch(self, grid, stream, *args):
+        for kernel in self.kernels:
+            kernel.launch(grid, stream, *args)

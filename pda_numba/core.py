@@ -23,7 +23,7 @@ import numpy as np
 from numba import prange
 
 from . import draw
-from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from ._jit import CudaSteps, cpu_kernel, cuda, cuda_kernel, shared
 from .decompose import decompose, decomposition_places, largest_of, multiply
 from .kernels.groups import group, group_size, groups, place
 from .kernels.scalar import normal
@@ -191,99 +191,83 @@ def _output_square(exact, weight, first):
     return total if total > 0 else 1.0
 
 
+# --- bodies: the steps of a fit, each a launch of its own on the GPU ---
+
+
 @shared
-def _fit(
-    h,
-    query_head,
-    features,
-    target,
-    exact,
-    weight,
-    first,
-    ranks,
-    seed,
-    width,
-    table,
-    ridge,
-    loo,
-    row_error,
-    row_leverage,
-    work,
-):
-    """Head h: tables (windows, R padded, columns), ridge and relative leave-one-out error for every window."""
-    features, target, exact, weight, rank, head = features[h], target[h], exact[h], weight[h], ranks[h], query_head[h]
+def _decomposed(at, rank, columns, work):
+    """sigma^2, V^T and sigma U^T Y of all windows, where `_decompose_head` leaves them."""
+    right = view(work, at.right, (rank, columns))
+    return work[at.squares : at.vt], view(work, at.vt, (padded(rank), rank)), right
+
+
+@shared
+def _decompose_head(h, features, target, weight, ranks, width, work):
+    """sigma, V and U^T Y."""
+    _, n, windows, columns = target.shape
+    at = _places(n, ranks[h], windows, columns, width, members())
+    squares, vt, right = _decomposed(at, ranks[h], windows * columns, work)
+    whole = view(target[h], 0, (n, windows * columns))
+    decompose(features[h], whole, weight[h], ranks[h], width, squares, vt, right, work)
+
+
+@shared
+def _compare_head(h, heads, features, target, exact, weight, first, ranks, seed, width, work):
+    """The leave-one-out error of every candidate, for every window."""
+    _, n, windows, columns = target.shape
+    at = _places(n, ranks[h], windows, columns, width, members())
+    squares, vt, right = _decomposed(at, ranks[h], windows * columns, work)
+    gains = view(work, at.gains, (padded(_CANDIDATES), ranks[h]))
+    _fill_gains(squares, 0, _CANDIDATES, gains)
+    sampled = target[h], exact[h], weight[h], first, width
+    _compare(features[h], vt, gains, right, *sampled, seed, heads[h], work[at.loo : at.end], at, work)
+
+
+@shared
+def _best(candidates, window, windows):
+    """The candidate whose leave-one-out error is the least for this window."""
+    best = 0
+    for g in range(_CANDIDATES):
+        best = g if candidates[g * windows + window] < candidates[best * windows + window] else best
+    return best
+
+
+@shared
+def _judge_head(h, features, target, exact, weight, first, ranks, width, ridge, loo, row_error, row_leverage, work):
+    """Ridge, relative leave-one-out error and that of each row, for every window."""
+    features, target, exact, weight, rank = features[h], target[h], exact[h], weight[h], ranks[h]
     n, windows, columns = target.shape
     at = _places(n, rank, windows, columns, width, members())
-    squares, vt = work[at.squares : at.vt], view(work, at.vt, (padded(rank), rank))
-    right = view(work, at.right, (rank, windows * columns))
-    decompose(features, view(target, 0, (n, windows * columns)), weight, rank, width, squares, vt, right, work)
-    gains = view(work, at.gains, (padded(_CANDIDATES), rank))
-    _fill_gains(squares, 0, _CANDIDATES, gains)
-    candidates = work[at.loo : at.end]
-    _compare(features, vt, gains, right, target, exact, weight, first, width, seed, head, candidates, at, work)
+    squares, vt, right = _decomposed(at, rank, windows * columns, work)
+    chosen, own = view(work, at.gains, (padded(1), rank)), view(work, at.coefficients, (padded(columns), rank))
+    square = _output_square(exact, weight, first)
+    for w in range(windows):
+        best = _best(work[at.loo : at.end], w, windows)
+        _fill_gains(squares, best, 1, chosen)
+        _fill_coefficients(right, w * columns, columns, chosen, 1, own)
+        error, rows = loo[h, w : w + 1], (row_error[h, w], row_leverage[h, w])
+        leave_one_out(features, vt, chosen, own, target, w, 1, exact, weight, first, width, error, *rows, work)
+        if member() == 0:
+            ridge[h, w] = _level(best)
+            error[0] = math.sqrt(error[0] / square)
 
-    chosen = gains[: padded(1)]
-    own = view(work, at.coefficients, (padded(columns), rank))
+
+@shared
+def _table_head(h, heads, target, ranks, seed, width, table, work):
+    """[Z, G] for every window."""
+    (_, n, windows, columns), rank = target.shape, ranks[h]
+    at = _places(n, rank, windows, columns, width, members())
+    squares, vt, right = _decomposed(at, rank, windows * columns, work)
+    chosen = view(work, at.gains, (padded(1), rank))
     combination = view(work, at.combination, (rank, LEVERAGE_COLUMNS))
     basis = view(work, at.basis, (rank, columns + LEVERAGE_COLUMNS))
     product = view(work, at.product, (rank, columns + LEVERAGE_COLUMNS))
     for c in range(member(), rank, members()):
         for j in range(LEVERAGE_COLUMNS):
-            combination[c, j] = normal(seed, head, draw.COMBINE, c * LEVERAGE_COLUMNS + j)
-    square = _output_square(exact, weight, first)
+            combination[c, j] = normal(seed, heads[h], draw.COMBINE, c * LEVERAGE_COLUMNS + j)
     for w in range(windows):
-        best = 0
-        for g in range(_CANDIDATES):
-            best = g if candidates[g * windows + w] < candidates[best * windows + w] else best
-        _fill_gains(squares, best, 1, chosen)
-        _fill_coefficients(right, w * columns, columns, chosen, 1, own)
-        error = loo[h, w : w + 1]
-        leave_one_out(
-            features,
-            vt,
-            chosen,
-            own,
-            target,
-            w,
-            1,
-            exact,
-            weight,
-            first,
-            width,
-            error,
-            row_error[h, w],
-            row_leverage[h, w],
-            work,
-        )
-        if member() == 0:
-            ridge[h, w] = _level(best)
-            error[0] = math.sqrt(error[0] / square)
+        _fill_gains(squares, _best(work[at.loo : at.end], w, windows), 1, chosen)
         _fill_table(vt, chosen, right, w, combination, basis, product, table[h, w])
-
-
-@shared
-def _fit_some(
-    slot,
-    query_head,
-    features,
-    target,
-    exact,
-    weight,
-    first,
-    rank,
-    seed,
-    width,
-    table,
-    ridge,
-    loo,
-    row_error,
-    row_leverage,
-    work,
-):
-    """Every head of one workspace."""
-    fixed = query_head, features, target, exact, weight, first, rank, seed, width
-    for h in range(slot, rank.shape[0], work.shape[0]):
-        _fit(h, *fixed, table, ridge, loo, row_error, row_leverage, work[slot])
 
 
 # --- drivers ---
@@ -291,47 +275,54 @@ def _fit_some(
 
 @cpu_kernel
 def _fit_cpu(
-    query_head,
-    features,
-    target,
-    exact,
-    weight,
-    first,
-    rank,
-    seed,
-    width,
-    table,
-    ridge,
-    loo,
-    row_error,
-    row_leverage,
-    work,
+    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
 ):
-    fixed = query_head, features, target, exact, weight, first, rank, seed, width
     for slot in prange(work.shape[0]):
-        _fit_some(slot, *fixed, table, ridge, loo, row_error, row_leverage, work)
+        for h in range(slot, rank.shape[0], work.shape[0]):
+            sampled = features, target, exact, weight, first, rank
+            _decompose_head(h, features, target, weight, rank, width, work[slot])
+            _compare_head(h, heads, *sampled, seed, width, work[slot])
+            _judge_head(h, *sampled, width, ridge, loo, row_error, row_leverage, work[slot])
+            _table_head(h, heads, target, rank, seed, width, table, work[slot])
+
+
+# The steps: all with the same arguments, and a workspace for each head.
 
 
 @cuda_kernel(TEAM)
-def _fit_cuda(
-    query_head,
-    features,
-    target,
-    exact,
-    weight,
-    first,
-    rank,
-    seed,
-    width,
-    table,
-    ridge,
-    loo,
-    row_error,
-    row_leverage,
-    work,
+def _decompose_cuda(
+    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
 ):
-    fixed = query_head, features, target, exact, weight, first, rank, seed, width
-    _fit_some(cuda.blockIdx.x, *fixed, table, ridge, loo, row_error, row_leverage, work)
+    h = cuda.blockIdx.x
+    _decompose_head(h, features, target, weight, rank, width, work[h])
+
+
+@cuda_kernel(TEAM)
+def _compare_cuda(
+    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+):
+    h = cuda.blockIdx.x
+    _compare_head(h, heads, features, target, exact, weight, first, rank, seed, width, work[h])
+
+
+@cuda_kernel(TEAM)
+def _judge_cuda(
+    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+):
+    h = cuda.blockIdx.x
+    sampled = features, target, exact, weight, first, rank
+    _judge_head(h, *sampled, width, ridge, loo, row_error, row_leverage, work[h])
+
+
+@cuda_kernel(TEAM)
+def _table_cuda(
+    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+):
+    h = cuda.blockIdx.x
+    _table_head(h, heads, target, rank, seed, width, table, work[h])
+
+
+_FIT_CUDA = CudaSteps(_decompose_cuda, _compare_cuda, _judge_cuda, _table_cuda)
 
 
 # --- stage ---
@@ -363,5 +354,5 @@ def fit(problem, heads, features, target, exact, weight, rank, *, first=0):
     row_error, row_leverage = (device.empty((count, windows, n), np.float64) for _ in range(2))
     work = device.empty((slots, _places(n, padded_rank, windows, columns, width, team).end), np.float64)
     given = problem.query_heads(heads), features, target, exact, weight, first, rank, problem.seed, width
-    device.run(_fit_cpu, _fit_cuda, (slots,), *given, table, ridge, loo, row_error, row_leverage, work)
+    device.run(_fit_cpu, _FIT_CUDA, (slots,), *given, table, ridge, loo, row_error, row_leverage, work)
     return Fit(table, ridge, loo, row_error, row_leverage)

@@ -22,7 +22,7 @@ from numba import prange
 from scipy import linalg
 
 from . import _validate, draw
-from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
+from ._jit import CudaSteps, cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
 from .device import CPU
 from .kernels.groups import group, group_size, groups, neighbours, place
 from .kernels.scalar import hash64, permuted, widen
@@ -144,35 +144,43 @@ def _pick(joint, squares, pair_q, pair_k):
     barrier()
 
 
+# --- bodies: the steps of a pair, each a launch of its own on the GPU ---
+
+
 @shared
-def _balance(q, k, which_q, which_k, width, work, p_q, p_k, mean):
-    """The pair of one head, by the formulas above, as rows (count, D); and the mean of the keys."""
-    (count, dim), most = p_q.shape, max(which_q.shape[0], which_k.shape[0])
-    at_q, at_k, at_joint, at_squares, at_pair_q, at_pair_k, rest, _ = _pair_places(most, dim, count, width, members())
-    root_q, root_k = view(work, at_q, (dim, dim)), view(work, at_k, (dim, dim))
+def _roots(q, k, which_q, which_k, count, width, work, mean):
+    """R_Q and R_K of one head; and the mean of the keys."""
+    dim, most = mean.shape[0], max(which_q.shape[0], which_k.shape[0])
+    at_q, at_k, _, _, _, _, rest, _ = _pair_places(most, dim, count, width, members())
     rows = view(work, 0, (which_q.shape[0], dim))
     _gather(q, which_q, mean, False, rows)
-    moment_root(rows, _RIDGE, root_q, width, work[rest:])
+    moment_root(rows, _RIDGE, view(work, at_q, (dim, dim)), width, work[rest:])
     rows = view(work, 0, (which_k.shape[0], dim))
     _gather(k, which_k, mean, True, rows)
-    moment_root(rows, _RIDGE, root_k, width, work[rest:])
-    joint, squares = view(work, at_joint, (dim, 2 * dim)), work[at_squares:at_pair_q]
-    _multiply_roots(root_q, root_k, joint)
-    orthogonalise_rows(joint, dim, squares)
+    moment_root(rows, _RIDGE, view(work, at_k, (dim, dim)), width, work[rest:])
+
+
+@shared
+def _rotate(most, dim, count, width, work):
+    """[S W^T, U^T] and S^2 of the roots."""
+    at_q, at_k, at_joint, at_squares, at_pair_q, _, _, _ = _pair_places(most, dim, count, width, members())
+    joint = view(work, at_joint, (dim, 2 * dim))
+    _multiply_roots(view(work, at_q, (dim, dim)), view(work, at_k, (dim, dim)), joint)
+    orthogonalise_rows(joint, dim, work[at_squares:at_pair_q])
+
+
+@shared
+def _solve(most, width, work, p_q, p_k):
+    """The pair, by the formulas above, as rows (count, D)."""
+    count, dim = p_q.shape
+    at_q, at_k, at_joint, at_squares, at_pair_q, at_pair_k, _, _ = _pair_places(most, dim, count, width, members())
     pair_q, pair_k = view(work, at_pair_q, (dim, count)), view(work, at_pair_k, (dim, count))
-    _pick(joint, squares, pair_q, pair_k)
-    solve_upper(root_q, pair_q)
-    solve_upper(root_k, pair_k)
+    _pick(view(work, at_joint, (dim, 2 * dim)), work[at_squares:at_pair_q], pair_q, pair_k)
+    solve_upper(view(work, at_q, (dim, dim)), pair_q)
+    solve_upper(view(work, at_k, (dim, dim)), pair_k)
     for c in range(group(), count, groups()):
         for d in range(place(), dim, group_size()):
             p_q[c, d], p_k[c, d] = pair_q[d, c], pair_k[d, c]
-
-
-@shared
-def _balance_some(slot, q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
-    """Every head of one workspace."""
-    for h in range(slot, p_q.shape[0], work.shape[0]):
-        _balance(q[query_head[h]], k[key_head[h]], which_q[h], which_k[h], width, work[slot], p_q[h], p_k[h], mean[h])
 
 
 @shared
@@ -213,8 +221,14 @@ def _project_cpu(x, source, index, mean, p, work, out):
 
 @cpu_kernel
 def _balance_cpu(q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
+    _, count, dim = p_q.shape
+    most = max(which_q.shape[1], which_k.shape[1])
     for slot in prange(work.shape[0]):
-        _balance_some(slot, q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean)
+        for h in range(slot, p_q.shape[0], work.shape[0]):
+            rows = q[query_head[h]], k[key_head[h]], which_q[h], which_k[h]
+            _roots(*rows, count, width, work[slot], mean[h])
+            _rotate(most, dim, count, width, work[slot])
+            _solve(most, width, work[slot], p_q[h], p_k[h])
 
 
 @serial_kernel
@@ -256,9 +270,29 @@ def _project_cuda(x, source, index, mean, p, work, out):
         _project_row(x[source[t], i], mean[index[t]], p[index[t]], work[piece], out[t, i])
 
 
+# The steps of a pair: all with the same arguments, and a workspace for each head.
+
+
 @cuda_kernel(TEAM)
-def _balance_cuda(q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
-    _balance_some(cuda.blockIdx.x, q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean)
+def _roots_cuda(q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
+    h = cuda.blockIdx.x
+    rows = q[query_head[h]], k[key_head[h]], which_q[h], which_k[h]
+    _roots(*rows, p_q.shape[1], width, work[h], mean[h])
+
+
+@cuda_kernel(TEAM)
+def _rotate_cuda(q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
+    most = max(which_q.shape[1], which_k.shape[1])
+    _rotate(most, p_q.shape[2], p_q.shape[1], width, work[cuda.blockIdx.x])
+
+
+@cuda_kernel(TEAM)
+def _solve_cuda(q, k, query_head, key_head, which_q, which_k, width, work, p_q, p_k, mean):
+    h = cuda.blockIdx.x
+    _solve(max(which_q.shape[1], which_k.shape[1]), width, work[h], p_q[h], p_k[h])
+
+
+_BALANCE_CUDA = CudaSteps(_roots_cuda, _rotate_cuda, _solve_cuda)
 
 
 @cuda_kernel(TEAM)
@@ -305,7 +339,7 @@ def balanced_pairs(problem, heads, count):
     mean = device.empty((len(heads), dim), np.float64)
     work = device.empty((slots, _pair_places(min(SAMPLE, max(n, m)), dim, count, width, team)[-1]), np.float64)
     rows = problem.query_heads(heads), problem.key_heads(heads), which_q, which_k
-    device.run(_balance_cpu, _balance_cuda, (slots,), problem.q, problem.k, *rows, width, work, p_q, p_k, mean)
+    device.run(_balance_cpu, _BALANCE_CUDA, (slots,), problem.q, problem.k, *rows, width, work, p_q, p_k, mean)
     return p_q, p_k, mean
 
 

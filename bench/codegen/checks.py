@@ -12,7 +12,10 @@ FLOAT64_BY_NATURE = {
     "pda_numba.certify:_judge_cuda": _SUMS,
     "pda_numba.certify:_measure_cuda": _SUMS,
     "pda_numba.certify:_sum_squares_cuda": _SUMS,
-    "pda_numba.core:_fit_cuda": _FIT,
+    "pda_numba.core:_compare_cuda": _FIT,
+    "pda_numba.core:_decompose_cuda": _FIT,
+    "pda_numba.core:_judge_cuda": _FIT,
+    "pda_numba.core:_table_cuda": _FIT,
     "pda_numba.finish:_flag_cuda": _DRAWS,
     "pda_numba.finish:_place_cuda": _SUMS,
     "pda_numba.holdout:_hold_out_cuda": _DRAWS,
@@ -20,18 +23,16 @@ FLOAT64_BY_NATURE = {
     "pda_numba.landmarks:_pivot_cuda": _FIT,
     "pda_numba.landmarks:_pool_cuda": _DRAWS,
     "pda_numba.landmarks:_shrink_cuda": "means of keys, which the landmarks are moved by",
-    "pda_numba.project:_balance_cuda": _FIT,
     "pda_numba.project:_project_cuda": "the products of the paper's variant, rounded once",
+    "pda_numba.project:_roots_cuda": _FIT,
+    "pda_numba.project:_rotate_cuda": _FIT,
+    "pda_numba.project:_solve_cuda": _FIT,
     "pda_numba.reach:_whiten_cuda": _FIT,
     "pda_numba.sample:_weigh_candidates_cuda": _DRAWS,
     "pda_numba.project:_stack_cuda": "rounds the projection from float64",
     "pda_numba.scan:_fold_cuda": "squares of float32 may overflow",
     "pda_numba.scan:_scan_cuda": "squares of float32 may overflow",
 }
-
-# Drivers that still spill, and at most how many bytes: the QR, the SVD and what follows are inlined into one kernel,
-# and 255 registers are not enough for all of their addresses. To be cut into several kernels.
-STILL_SPILL = {"pda_numba.core:_fit_cuda": 240, "pda_numba.project:_balance_cuda": 144}
 
 # Of multiply-adds among the instructions of an inner product: those of float64 take two cycles on all of these cards.
 LEAST_SHARE = {"FFMA": 0.6, "DFMA": 0.4}
@@ -48,11 +49,7 @@ def complaints(code):
 def stale(codes):
     """Exceptions that nothing needs any more."""
     needed = {code.launch.kernel for code in codes if _uses_float32(code) and code.count(r"\.f64")}
-    spilling = {code.launch.kernel for code in codes if code.spilled}
-    return [
-        *(f"{kernel} is listed as float64 by nature, but has none" for kernel in FLOAT64_BY_NATURE.keys() - needed),
-        *(f"{kernel} is listed as spilling, but does not" for kernel in STILL_SPILL.keys() - spilling),
-    ]
+    return [f"{kernel} is listed as float64 by nature, but has none" for kernel in FLOAT64_BY_NATURE.keys() - needed]
 
 
 def never_launched(drivers, launches):
@@ -60,7 +57,7 @@ def never_launched(drivers, launches):
 
 
 def no_spills(code):
-    if code.spilled > STILL_SPILL.get(code.launch.kernel, 0):
+    if code.spilled:
         yield f"{code.spilled} bytes of registers spilled"
 
 
@@ -68,7 +65,7 @@ def no_local_memory(code):
     # Accumulators live in registers only if every index into them is known when compiling.
     in_ptx = code.count(r"\b(ld|st)\.local")
     in_sass = sum(i.opcode in ("LDL", "STL") for i in code.program.instructions)
-    if in_ptx or ((code.frame or in_sass) and code.launch.kernel not in STILL_SPILL):
+    if in_ptx or in_sass or code.frame:
         yield f"local memory: a frame of {code.frame} bytes, {in_ptx} accesses in PTX, {in_sass} in machine code"
 
 
