@@ -296,7 +296,7 @@ def _apply_driver(element):
             tile.put_block(queries, acc, t, a)
             barrier()
             if start + t < q.shape[1]:
-                tile.write_row(out[place[h]], row, queries, column, t, vectors & 64)
+                tile.write_row(out[place[h]], row, queries, column, t, a, vectors & 64)
 
     return apply_cuda
 

@@ -202,7 +202,7 @@ def _rows_driver(element):
         tile.put_block(queries, acc, t, a)
         barrier()
         if i < used[h]:
-            tile.write_row(out[s, place[h]], row if scatter else i, queries, column, t, vectors & 8)
+            tile.write_row(out[s, place[h]], row if scatter else i, queries, column, t, a, vectors & 8)
 
     return rows_cuda
 

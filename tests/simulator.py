@@ -27,6 +27,8 @@ class _Fiber(greenlet):
 class _Block(kernel.BlockManager):
     def run(self, grid_point, *args):
         points = list(np.ndindex(*self._block_dim))
+        if _BACKWARDS[0]:
+            grid_point = tuple(n - 1 - i for n, i in zip(self._grid_dim, grid_point, strict=True))
 
         def thread():
             with np.errstate(all="ignore"):  # integers that wrap around, as hashes do
@@ -73,7 +75,7 @@ def install():
 
 @contextlib.contextmanager
 def backwards():
-    """Run the threads of every block from the last to the first."""
+    """Run the blocks of a launch, and the threads of every block, from the last to the first."""
     _BACKWARDS[0] = True
     try:
         yield

@@ -412,9 +412,9 @@ def clip_columns(acc, low, high, column, t, a):
 
 
 @device_body
-def write_row(out, row, scores, column, t, vector):
-    """The thread's own query out of `scores (columns, queries)` into out[row, column:]."""
-    for e in range(0, min(scores.shape[0], out.shape[1] - column), 4):
+def write_row(out, row, scores, column, t, a, vector):
+    """The thread's own query out of a a rows of `scores (columns, queries)` into out[row, column:]."""
+    for e in range(0, min(a * a, out.shape[1] - column), 4):
         place = score_place(e, t)
         if vector and column + e + 4 <= out.shape[1]:
             x, y = load(scores, e, place), load(scores, e + 1, place)

@@ -75,6 +75,15 @@ def test_strided_inputs_are_read_in_place(rng):
     assert not problem.q.flags.c_contiguous
 
 
+@pytest.mark.parametrize(("e", "dtype"), [(70, np.float32), (20, np.float64)])
+def test_blocks_share_no_columns(e, dtype):
+    q, k, v = (x.astype(dtype) for x in problems.make("gaussian", 3, 4, 2, e, seed=5))
+    problem = on_cuda(problems.flat(q, k, v))
+    forwards = host(rows(problem, np.arange(1))[0])
+    with simulator.backwards():
+        np.testing.assert_array_equal(host(rows(problem, np.arange(1))[0]), forwards)
+
+
 def test_every_barrier_is_needed():
     q, k, v = problems.make("gaussian", 70, 40, 68, 5, seed=4)
     problem = on_cuda(problems.flat(q, k, v))
