@@ -1,7 +1,8 @@
 """Attention over very long sequences for NumPy: linear time, a measured error, no PyTorch."""
 
 from .api import attention, estimate_error
-from .info import AccuracyWarning, AttentionInfo, ErrorEstimate
+from .gradient import Residuals, attention_backward, attention_forward, attention_vjp
+from .info import AccuracyWarning, AttentionInfo, ErrorEstimate, GradientInfo
 from .plan import Plan, plan
 from .project import project, projection_matrix, projection_pair
 
@@ -11,8 +12,13 @@ __all__ = [
     "AccuracyWarning",
     "AttentionInfo",
     "ErrorEstimate",
+    "GradientInfo",
     "Plan",
+    "Residuals",
     "attention",
+    "attention_backward",
+    "attention_forward",
+    "attention_vjp",
     "estimate_error",
     "plan",
     "project",

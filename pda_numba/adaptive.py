@@ -11,6 +11,7 @@ method.
 import numpy as np
 
 from .finish import finish
+from .residuals import keep_low_rank
 from .results import LEAVE_ONE_OUT, SIZE, SLOPE, HeadResult, note
 from .solve import solve, uniform_part
 
@@ -20,8 +21,11 @@ _HOPE = 2.0
 _LEAST_SLOPE, _SLACK = 0.3, 1.0
 
 
-def low_rank(problem, heads, options, ranks, ranges, out, clock):
-    """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each ("exact" where that is left to do)."""
+def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None):
+    """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each ("exact" where that is left to do).
+
+    `keep`, if given, is told what the gradients of the heads that are done at a rank need.
+    """
     results = {h: HeadResult() for h in heads}
     fixed = options.tol is None or options.rank is not None
     active, sample, previous = np.asarray(heads), None, None
@@ -32,12 +36,13 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock):
         certain = fixed or (last and options.method == "pda")
         hope = np.inf if certain else _HOPE * options.tol
         # The only wait for the device: what the step found out about every head.
-        report = problem.device.download(finish(problem, active, solved, rank, hope, ranges, out, clock))
+        report, finished = finish(problem, active, solved, rank, hope, ranges, out, clock)
+        report = problem.device.download(report)
         loo = report[:, LEAVE_ONE_OUT]
         worth = certain | (loo <= hope)
-        for row, head, finished in zip(report, active, worth, strict=True):
+        for row, head, certified in zip(report, active, worth, strict=True):
             results[head].leave_one_out = float(row[LEAVE_ONE_OUT])
-            if finished:
+            if certified:
                 note(problem, results[head], row, rank, ranges.rounding(head, problem.shape[0], row[SIZE]))
         limits = np.array([results[h].error_limit for h in active])
         done = worth & (fixed | (limits <= (options.tol or np.inf)))
@@ -49,6 +54,9 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock):
             over = np.full(len(active), last)
         for head in active[over & ~done]:
             _give_up(results[head], options, last)
+        kept = done | (over & worth & (options.method == "pda"))
+        if keep is not None and kept.any():
+            keep(keep_low_rank(problem, active, kept, solved, finished, report))
         left = ~done & ~over
         active, previous = active[left], loo[left]
         if not len(active):

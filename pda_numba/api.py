@@ -4,16 +4,19 @@ import contextlib
 import dataclasses
 import math
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from . import _validate, certify, holdout, plan, project
+from . import _validate, certify, holdout, plan, project, residuals
 from ._jit import announce_slow_compilation
 from ._place import place, place_of_output
 from ._streamed import Streamed
 from .adaptive import low_rank
 from .device import estimated_seconds, gpu_name, on_gpu, resolve_device
 from .info import AccuracyWarning, AttentionInfo, Clock, ErrorEstimate
+from .problem import Problem
 from .results import COLUMNS, ERROR, HELD_OUT_ROWS, LIMIT, ROW_ERROR, ROW_SHARE, SIZE, HeadResult
 from .rows import rows
 
@@ -122,26 +125,10 @@ def attention(
     >>> out.shape
     (2048, 32)
     """
-    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
-    n, m, d, e = problem.shape
-    options = _validate.options(rank, tol, window, proj_dim, method, projection, calibrate, n=n, m=m, d=d)
-    for name, value in (("check_finite", check_finite), ("progress", progress), ("return_info", return_info)):
-        _validate.flag(name, value)
-    shape, clock = (*lead, n, e), Clock()
-    chosen = plan.decide(n, m, d, e, options) if math.prod(shape) else ("exact", (), "nothing to do")
-    where = _where_to_run(device, problem, chosen)
-    if out is not None:
-        out = _validate.check_out(out, shape, dtype, **_inputs(problem, q, k, v))
-    announce_slow_compilation()
-    with on_gpu(_gpu_of(problem)):
-        home, device_reason = _home(device, where, problem, chosen, shape, dtype, out)
-        results = _compute(home, options, chosen, clock, check_finite, return_info or _insisted(options), progress)
-        with clock.stage("output"):
-            out = home.result()
-        device_reason += f" ({gpu_name()})" if home.device.name == "cuda" and return_info else ""
-    memory = _memory(home.device, problem, chosen)
-    info = _info(results, lead, options, problem, home.device.label, device_reason, dtype, memory, clock)
-    _warn(info, options)
+    given = rank, tol, window, proj_dim, method, projection, calibrate
+    call = check_call(q, k, v, given, scale, seed, device, out, check_finite, progress, return_info)
+    out, info, _ = run_call(call, check_finite, progress, return_info)
+    warn_of_error(info, call.options)
     return (out, info) if return_info else out
 
 
@@ -225,6 +212,55 @@ def _judge_heads(problem, heads, out, n_rows, ranges):
 # --- the parts of `attention` ---
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call that has been checked; nothing has been computed."""
+
+    problem: Problem
+    lead: tuple  # leading axes of the output
+    dtype: Any
+    options: _validate.Options
+    chosen: tuple  # method, ranks, reason
+    device: str  # the caller's wish
+    where: tuple  # device, reason
+    out: Any
+
+    @property
+    def shape(self):
+        """Of the output."""
+        return (*self.lead, self.problem.shape[0], self.problem.shape[3])
+
+
+def check_call(q, k, v, given, scale, seed, device, out, check_finite, progress=False, return_info=False):
+    """Every check of `attention`, in its order; `given` are the options that go to the plan."""
+    problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
+    n, m, d, e = problem.shape
+    options = _validate.options(*given, n=n, m=m, d=d)
+    for name, value in (("check_finite", check_finite), ("progress", progress), ("return_info", return_info)):
+        _validate.flag(name, value)
+    shape = (*lead, n, e)
+    chosen = plan.decide(n, m, d, e, options) if math.prod(shape) else ("exact", (), "nothing to do")
+    where = _where_to_run(device, problem, chosen)
+    if out is not None:
+        out = _validate.check_out(out, shape, dtype, **_inputs(problem, q, k, v))
+    return Call(problem, lead, dtype, options, chosen, device, where, out)
+
+
+def run_call(call, check_finite, progress, measure, keep=None):
+    """Compute it: output, info and the values' ranges. With `keep` it is told what the gradients need."""
+    clock, problem = Clock(), call.problem
+    announce_slow_compilation()
+    with on_gpu(_gpu_of(problem)):
+        home, device_reason = _home(call)
+        measure = measure or _insisted(call.options)
+        results, ranges = _compute(home, call.options, call.chosen, clock, check_finite, measure, progress, keep)
+        with clock.stage("output"):
+            out = home.result()
+        device_reason += f" ({gpu_name()})" if home.device.name == "cuda" and measure else ""
+    memory = _memory(home.device, problem, call.chosen)
+    return out, _info(results, call, home.device.label, device_reason, memory, clock), ranges
+
+
 _EXACT_ROWS = 2**18  # rows of exact attention that keep any GPU busy: heads are computed together up to this many
 
 
@@ -255,13 +291,16 @@ def _where_to_run(wish, problem, chosen):
     return resolve_device(wish, on_gpu=not _on_host(problem), seconds=seconds)
 
 
-def _home(wish, where, problem, chosen, shape, dtype, out):
+def _home(call):
     """(place, reason): where the call runs in the end."""
-    device, reason = where
-    home = place(device, problem, shape, dtype, out)
-    if wish == "auto" and isinstance(home, Streamed) and not home.fits(*_group(home.device, problem, chosen)):
-        return place("cpu", problem, shape, dtype, out), "auto: the arrays of one head do not fit into the GPU"
-    return home, reason
+    device, reason = call.where
+    target = call.problem, call.shape, call.dtype, call.out
+    home = place(device, *target)
+    if call.device != "auto" or not isinstance(home, Streamed):
+        return home, reason
+    if home.fits(*_group(home.device, call.problem, call.chosen)):
+        return home, reason
+    return place("cpu", *target), "auto: the arrays of one head do not fit into the GPU"
 
 
 def _group(device, problem, chosen):
@@ -280,25 +319,26 @@ def _memory(device, problem, chosen):
     return math.prod(_group(device, problem, chosen)) if chosen[1] else plan.exact_workspace(d, e)
 
 
-def _compute(home, options, chosen, clock, check_finite, measure, progress):
-    """Every head; returns a HeadResult each. With `measure` exact heads are told what rounding may cost."""
+def _compute(home, options, chosen, clock, check_finite, measure, progress, keep):
+    """Every head: a HeadResult each, and the values' ranges. With `measure` exact heads are told what rounding may
+    cost; `keep` gets what the gradients need.
+    """
     method, ranks, reason = chosen
     problem = home.problem
     nothing, ranges = 0 in (*problem.shape[::3], len(problem.query_head)), None
-    if (check_finite or measure or ranks) and (not nothing or _on_host(problem)):
+    if (check_finite or measure or ranks or keep) and (not nothing or _on_host(problem)):
         with clock.stage("scan"):
             ranges = home.scan(check_finite)
     results = [HeadResult(method="exact", reason=reason) for _ in problem.query_head]
     if not nothing:
         size, memory = _group(home.device, problem, chosen)
         total = progress and method == "pda" and -(-len(results) // size)
-        _in_groups(
-            home.groups(size, memory), results, options, ranks, ranges if ranks or measure else None, clock, total
-        )
-    return results
+        known = ranges if ranks or measure else None
+        _in_groups(home.groups(size, memory), results, options, ranks, known, clock, total, keep)
+    return results, ranges
 
 
-def _in_groups(groups, results, options, ranks, ranges, clock, total):
+def _in_groups(groups, results, options, ranks, ranges, clock, total, keep):
     """All heads, in groups that fit the workspace: their serial stages run side by side. Fills `results`.
 
     A progress bar counts to `total` groups, unless that is 0.
@@ -309,10 +349,11 @@ def _in_groups(groups, results, options, ranks, ranges, clock, total):
             if ranks:
                 upload = problem.device.upload
                 near = dataclasses.replace(ranges, low=upload(ranges.low), high=upload(ranges.high))
-                for head, result in zip(heads, run(problem, heads, options, ranks, near, buffer, clock), strict=True):
+                done = run(problem, heads, options, ranks, near, buffer, clock, keep)
+                for head, result in zip(heads, done, strict=True):
                     results[head] = result
             exact = heads[[results[h].method == "exact" for h in heads]]
-            _exact_heads(problem, exact, results, ranges, buffer, clock)
+            _exact_heads(problem, exact, results, ranges, buffer, clock, keep)
 
 
 def _with_progress(groups, total):
@@ -325,34 +366,45 @@ def _with_progress(groups, total):
     return track(groups, "attention", total=total, console=console, disable=not console.is_terminal)
 
 
-def _paper_variant(problem, heads, options, ranks, ranges, buffer, clock):
+def projected(problem, heads, options):
+    """The problem of calibrate=False for these heads, who keep their numbers."""
+    place = np.zeros_like(problem.query_head)
+    place[heads] = np.arange(len(heads))
+    projected = project.projected_problem(problem, heads, options.proj_dim, options.projection)
+    return dataclasses.replace(projected, query_head=place, key_head=place)
+
+
+def _paper_variant(problem, heads, options, ranks, ranges, buffer, clock, keep):
     """calibrate=False: the low-rank method on the projected problem; the certificate still looks at the original."""
     with clock.stage("project"):
-        projected = project.projected_problem(problem, heads, options.proj_dim, options.projection)
+        own_problem = projected(problem, heads, options)
     inner = dataclasses.replace(options, proj_dim=None, method="pda", tol=None)
-    place = np.zeros_like(problem.query_head)  # the heads keep their numbers
-    place[heads] = np.arange(len(heads))
-    projected = dataclasses.replace(projected, query_head=place, key_head=place)
     low, high = (problem.device.take(bound, problem.key_head[heads]) for bound in (ranges.low, ranges.high))
     own = dataclasses.replace(ranges, low=low, high=high)
-    results = low_rank(projected, heads, inner, ranks[:1], own, buffer, clock)
+    parts: list = []
+    results = low_rank(own_problem, heads, inner, ranks[:1], own, buffer, clock, keep and parts.append)
     with clock.stage("certify"):
         judged = _judge_heads(problem, heads, buffer, holdout.UNIFORM, ranges)
     for result, *row in zip(results, *judged, strict=True):
         result.error, result.error_limit, result.row_error, result.row_share, result.rows = row
         if options.rank is None and options.method == "auto" and options.tol and result.error_limit > options.tol:
             result.method, result.reason = "exact", "the projected problem does not keep tol"
+    for part in parts:
+        left = np.flatnonzero([result.method == "pda" for result in results])
+        keep(part.of(problem.device, left))
     return results
 
 
-def _exact_heads(problem, heads, results, ranges, buffer, clock):
+def _exact_heads(problem, heads, results, ranges, buffer, clock, keep):
     """Exact attention for `heads`; what it is off by follows from `ranges`, if these are known."""
     if not len(heads):
         return
     n, m, d, e = problem.shape
     with clock.stage("exact"):
         for run in np.split(heads, np.flatnonzero(np.diff(heads) != 1) + 1):
-            rows(problem, run, out=buffer[int(run[0]) : int(run[-1]) + 1])
+            out, lse, _ = rows(problem, run, out=buffer[int(run[0]) : int(run[-1]) + 1])
+            if keep:
+                keep(residuals.Exact(run, problem.device.take(out, np.arange(len(run))), lse))
         sizes = np.sqrt(certify.sum_squares(problem, heads, buffer)) if ranges else np.zeros(len(heads))
     for head, size in zip(heads, sizes, strict=True):
         result = results[head]
@@ -367,7 +419,8 @@ def _insisted(options):
     return options.tol is not None and (options.rank is not None or options.method == "pda")
 
 
-def _warn(info, options):
+def warn_of_error(info, options):
+    """A caller who insisted on low rank hears where the certificate exceeds tol."""
     if _insisted(options) and np.any(info.error_limit > options.tol):
         worst = float(np.max(info.error_limit))
         warnings.warn(
@@ -378,16 +431,16 @@ def _warn(info, options):
         )
 
 
-def _info(results, lead, options, problem, device, device_reason, dtype, memory, clock):
+def _info(results, call, device, device_reason, memory, clock):
     names = [f.name for f in dataclasses.fields(HeadResult) if f.name != "flops"]
-    per_head = {name: np.array([getattr(r, name) for r in results]).reshape(lead) for name in names}
+    per_head = {name: np.array([getattr(r, name) for r in results]).reshape(call.lead) for name in names}
     return AttentionInfo(
         **per_head,
-        tol=options.tol,
-        seed=problem.seed,
+        tol=call.options.tol,
+        seed=call.problem.seed,
         device=device,
         device_reason=device_reason,
-        dtype=str(dtype),
+        dtype=str(call.dtype),
         flops=sum(r.flops for r in results),
         workspace_bytes=int(memory),
         seconds=dict(clock.seconds),

@@ -13,20 +13,24 @@ import numba
 import numpy as np
 
 from ._jit import SIMULATED, cuda, cuda_kernel, import_cuda, shared
+from .kernels.scalar import widen
 from .kernels.team import member, members
 
 # --- movement of data on the GPU: rows of 4-byte words ---
 
+_LARGEST_GRID = 65535  # blocks along any axis but the first
+
 
 @cuda_kernel(256)
 def _move_cuda(source, index, repeats, out, column):
-    """out[i, column:] = source[index[i // repeats]], or source[i // repeats] where `index` is empty."""
-    row = cuda.blockIdx.y
-    taken = row // repeats
-    if index.shape[0]:
-        taken = index[taken]
-    for c in range(cuda.blockIdx.x * members() + member(), source.shape[1], cuda.gridDim.x * members()):
-        out[row, column + c] = source[taken, c]
+    """out[i, column:] = source[index[i // repeats]], where `index` is empty source[i // repeats], as far as it goes."""
+    count = min(source.shape[1], out.shape[1] - column)
+    for row in range(cuda.blockIdx.y, out.shape[0], cuda.gridDim.y):
+        taken = row // repeats
+        if index.shape[0]:
+            taken = index[taken]
+        for c in range(cuda.blockIdx.x * members() + member(), count, cuda.gridDim.x * members()):
+            out[row, column + c] = source[taken, c]
 
 
 @cuda_kernel(256)
@@ -63,6 +67,15 @@ def _store_bfloat16_cuda(source, first, out):
         out[row // n, row % n, c] = _bfloat16_bits(source[first + row // n, row % n, c])
 
 
+@cuda_kernel(256)
+def _widen_cuda(source, first, out):
+    """out[first + h] = source[h], which may have any strides."""
+    heads, n, columns = source.shape
+    for i in range(cuda.blockIdx.x * members() + member(), heads * n * columns, cuda.gridDim.x * members()):
+        row, c = i // columns, i % columns
+        out[first + row // n, row % n, c] = widen(source[row // n, row % n, c])
+
+
 # --- devices ---
 
 
@@ -85,9 +98,19 @@ class Cpu:
         return array
 
     @staticmethod
+    def hold(array):
+        """An array that outlives what is recycled."""
+        return array
+
+    @staticmethod
     def concatenate(arrays):
         """Joined along the second axis."""
         return np.concatenate(arrays, axis=1)
+
+    @staticmethod
+    def columns(array, count):
+        """The first `count` entries of the second axis."""
+        return np.ascontiguousarray(array[:, :count])
 
     @staticmethod
     def take(array, index):
@@ -158,9 +181,26 @@ class Cuda:
 
     def zeros(self, shape, dtype):
         out = self.empty(shape, dtype)
-        if out.size:
-            words = self._words(out).reshape(-1)
+        self.clear(out)
+        return out
+
+    def clear(self, array):
+        """Set a contiguous array to zero."""
+        if array.size:
+            words = self._words(array).reshape(-1)
             _fill_cuda.launch(min(1024, -(-words.size // 256)), self.stream, words, np.uint32(0))
+
+    def hold(self, array):
+        """A copy, of an array here or on the host, in memory of its own, which outlives what is recycled."""
+        out = self.cuda.device_array(array.shape, array.dtype, stream=self.stream)
+        if math.prod(out.shape):
+            out.copy_to_device(array, stream=self.stream)
+        return out
+
+    def own_zeros(self, shape, dtype):
+        """The same of zeros."""
+        out = self.cuda.device_array(shape, dtype, stream=self.stream)
+        self.clear(out)
         return out
 
     def upload(self, array):
@@ -202,6 +242,12 @@ class Cuda:
             kernel = _store_bfloat16_cuda if out.dtype == np.int16 else _store_cuda
             kernel.launch(min(4096, -(-count // 256)), self.stream, source, first, out)
 
+    def widen(self, source, first, out):
+        """out[first:] = source (heads, N, E), in the arithmetic's dtype."""
+        count = math.prod(source.shape)
+        if count:
+            _widen_cuda.launch(min(4096, -(-count // 256)), self.stream, source, first, out)
+
     def concatenate(self, arrays):
         first = arrays[0]
         length = sum(a.shape[1] for a in arrays)
@@ -212,6 +258,12 @@ class Cuda:
                 words = self._words(array)
                 self._move(words, self.upload(np.empty(0, np.int64)), 1, self._words(out), column)
                 column += words.shape[1]
+        return out
+
+    def columns(self, array, count):
+        out = self.empty((array.shape[0], count, *array.shape[2:]), array.dtype)
+        if out.size:
+            self._move(self._words(array), self.upload(np.empty(0, np.int64)), 1, self._words(out), 0)
         return out
 
     def take(self, array, index):
@@ -229,7 +281,8 @@ class Cuda:
 
     def _move(self, source, index, repeats, out, column):
         blocks = min(256, -(-source.shape[1] // 256))
-        _move_cuda.launch((blocks, out.shape[0]), self.stream, source, index, repeats, out, column)
+        grid = blocks, min(out.shape[0], _LARGEST_GRID)
+        _move_cuda.launch(grid, self.stream, source, index, repeats, out, column)
 
     @staticmethod
     def _words(array):

@@ -7,7 +7,7 @@ computed exactly, and those past this budget whose normaliser is not positive be
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange
@@ -202,6 +202,24 @@ def _repeat_keys_cuda(keys, found, repeated):
 # --- stages ---
 
 
+class ExactRows(NamedTuple):
+    """Rows of the output that are exact: the first `count` of each head's list."""
+
+    rows: Any  # (heads, most) int64
+    count: Any  # (heads,) int64
+    out: Any  # (heads, most, E)
+    lse: Any  # (heads, most)
+
+
+class Finished(NamedTuple):
+    """What a pass did to the rows, beside the fit's own."""
+
+    flagged: ExactRows
+    held_out: ExactRows
+    pi: Any  # (heads, most): the probabilities of the held-out rows
+    lost: tuple  # rows that became the softmax over the landmarks (heads, most), and how many (heads,)
+
+
 @dataclasses.dataclass
 class _Pass:
     """One pass from the fit to the output, for the heads whose `rank` is not 0."""
@@ -212,7 +230,6 @@ class _Pass:
     out: Any  # (all heads, N, E)
     norm: Any  # (heads, at least N): |out_i|^2
     state: Any  # (heads, N): see `holdout`
-    work: Any  # (heads, N) float64: workspace
     report: Any  # (heads, COLUMNS)
 
     def place(self, which, count, values):
@@ -221,11 +238,20 @@ class _Pass:
         lists = device.upload(np.asarray(self.heads)), which, count, self.rank, values
         device.run(_place_cpu, _place_cuda, which.shape[::-1], *lists, self.out, self.norm, self.state)
 
+    def none(self):
+        """An empty list."""
+        device, count, element = self.problem.device, len(self.heads), self.problem.element
+        listed = device.empty((count, 0), np.int64), device.zeros(count, np.int64)
+        return ExactRows(
+            *listed, device.empty((count, 0, self.problem.shape[3]), element), device.empty((count, 0), element)
+        )
+
 
 def finish(problem, heads, solved, rank, hope, ranges, out, clock):
     """Apply, mend what cannot be trusted, certify: for the heads whose leave-one-out error is at most `hope`.
 
-    Returns the report of the step, (heads, COLUMNS) in float64.
+    Returns the report of the step, (heads, COLUMNS) in float64, and what became of the rows (None if no head is worth
+    it).
     """
     device, n = problem.device, problem.shape[0]
     report = device.zeros((len(heads), COLUMNS), np.float64)
@@ -233,22 +259,21 @@ def finish(problem, heads, solved, rank, hope, ranges, out, clock):
     facts = solved.loo, solved.slope, solved.found, solved.window, float(hope)
     device.run(_gate_cpu, _gate_cuda, (-(-len(heads) // 128),), *facts, worth, edges, report)
     if _surely_none(problem, worth):
-        return report
+        return report, None
     with clock.stage("apply"):
         starts = device.repeat(device.upload(np.arange(0, n, plan.PANEL)[None]), len(heads))
         model = solved.tiles, solved.table, worth, solved.window, solved.basis
         leverage, norm = apply(problem, heads, starts, *model, (ranges.low, ranges.high), out)
-    state, work = device.zeros((len(heads), n), np.int32), device.empty((len(heads), n), np.float64)
-    step = _Pass(problem, heads, worth, out, norm, state, work, report)
+    step = _Pass(problem, heads, worth, out, norm, device.zeros((len(heads), n), np.int32), report)
     sample = solved.sample
     fitted = certify.Fitted(sample.rows, solved.row_error, solved.row_leverage)
     with clock.stage("mend"):
         step.place(fitted.rows, device.upload(np.full(len(heads), fitted.rows.shape[1])), sample.out)
         far = reach(problem, heads)
-        _mend(step, solved, fitted, leverage, far, rank)
+        flagged, lost = _mend(step, solved, fitted, leverage, far, rank)
     with clock.stage("certify"):
-        _certify(step, fitted, sample.uniform.shape[1], leverage, far, edges)
-    return report
+        held_out, pi = _certify(step, fitted, sample.uniform.shape[1], leverage, far, edges)
+    return report, Finished(flagged, held_out, pi, lost)
 
 
 def _surely_none(problem, counts):
@@ -264,42 +289,51 @@ def _listed(problem, which, counts):
 def _mend(step, solved, fitted, leverage, reach, budget):
     """Doubtful rows: exact while the budget lasts; past it, if without normaliser, landmark softmax."""
     problem, heads, device = step.problem, step.heads, step.problem.device
-    flagged, order = device.empty((len(heads), budget), np.int64), step.work.view(np.int64)
+    flagged, order = device.empty((len(heads), budget), np.int64), device.empty(step.state.shape, np.int64)
     flags, losses = device.empty(len(heads), np.int64), device.empty(len(heads), np.int64)
     doubt = leverage, reach, step.state, fitted.rows, fitted.leverage, solved.sample.drawn_pi, order
     device.run(_flag_cpu, _flag_cuda, (len(heads),), step.rank, *doubt, flagged, flags, losses, step.report)
+    mended = step.none()
     if not _surely_none(problem, flags):
         flagged = _listed(problem, flagged, flags)
-        values, _, _ = rows(problem, heads, flagged, used=flags)
+        values, lse, _ = rows(problem, heads, flagged, used=flags)
         step.place(flagged, flags, values)
-    if not _surely_none(problem, losses):
-        lost = _listed(problem, order, losses)
-        rows(_landmarks_alone(problem, heads, solved), heads, lost, used=losses, place=step.out)
-        certify.measure(problem, heads, lost, losses, step.out, step.norm)
+        mended = ExactRows(flagged, flags, values, lse)
+    if _surely_none(problem, losses):
+        return mended, (order[:, :0], losses)
+    lost = _listed(problem, order, losses)
+    alone, _ = landmarks_alone(problem, heads, solved.keys, solved.found)
+    rows(alone, heads, lost, used=losses, place=step.out)
+    certify.measure(problem, heads, lost, losses, step.out, step.norm)
+    return mended, (lost, losses)
 
 
-def _landmarks_alone(problem, heads, solved):
+def landmarks_alone(problem, heads, own, found):
     """The problem whose keys and values are each head's landmarks: its output is a convex combination of values.
 
-    Where some landmarks were redundant the others are repeated, up to whole tiles.
+    Where some of the landmarks `own (heads, R)` were redundant the others are repeated, up to whole tiles. Also returns
+    which keys these are.
     """
     device = problem.device
-    size = padded(solved.keys.shape[1])
+    size = padded(own.shape[1])
     keys, count = device.empty((len(heads), size), np.int64), device.upload(np.full(len(heads), size))
-    device.run(_repeat_keys_cpu, _repeat_keys_cuda, (len(heads),), solved.keys, solved.found, keys)
+    device.run(_repeat_keys_cpu, _repeat_keys_cuda, (len(heads),), own, found, keys)
     key_head = np.zeros_like(problem.key_head)
     key_head[heads] = np.arange(len(heads))
-    return dataclasses.replace(
+    alone = dataclasses.replace(
         problem,
         k=landmarks.gather(problem, heads, keys, count),
         v=landmarks.gather(problem, heads, keys, count, source=problem.v),
         key_head=key_head,
     )
+    return alone, keys
 
 
 def _certify(step, fitted, first, leverage, reach, edges):
     problem, heads = step.problem, step.heads
-    drawn = holdout.hold_out(problem, heads, first, step.state, leverage, reach, edges, step.rank, step.work)
-    truth, _, _ = rows(problem, heads, drawn.rows, used=drawn.count)
+    work = problem.device.empty(step.state.shape, np.float64)
+    drawn = holdout.hold_out(problem, heads, first, step.state, leverage, reach, edges, step.rank, work)
+    truth, lse, _ = rows(problem, heads, drawn.rows, used=drawn.count)
     certify.judge(problem, heads, drawn, truth, step.out, step.norm, step.state, fitted, reach, step.rank, step.report)
     step.place(drawn.rows, drawn.count, truth)
+    return ExactRows(drawn.rows, drawn.count, truth, lse), drawn.pi

@@ -131,6 +131,22 @@ class AttentionInfo:
         )
 
 
+@dataclass(frozen=True)
+class GradientInfo:
+    """What a backward pass reports; arrays have one entry per head, in the shape of the output's leading axes.
+
+    Attributes
+    ----------
+    gradient_error : ndarray of float
+        Estimate of |dq - exact dq|_F / |exact dq|_F, from the rows that were held out of the fit; 0 for exact heads.
+    seconds : dict
+        Wall time of each stage.
+    """
+
+    gradient_error: np.ndarray
+    seconds: dict = field(repr=False)
+
+
 def _table(shape, columns):
     """Fixed-width text, one line per head."""
     heads = list(np.ndindex(shape))

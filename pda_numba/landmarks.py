@@ -365,16 +365,22 @@ def choose(problem, heads, columns, pool, size, count):
     return keys, found
 
 
+def assign(problem, heads, keys, found, count):
+    """The landmarks' keys as tiles, `count` uniform keys (heads, n), and which landmark is nearest to each of them."""
+    tiles = gather(problem, heads, keys, found)
+    size = problem.shape[1]
+    which = draw.uniform_rows(problem, heads, min(count, size), stage=draw.REFINE, size=size)
+    return tiles, which, nearest(problem, heads, which, tiles, found)
+
+
 def refine(problem, heads, keys, found, count):
     """The landmarks after one Lloyd step on `count` uniform keys, (heads, R padded, D); the keys' mean (heads, D)."""
-    device, sample = problem.device, min(count, problem.shape[1])
-    tiles = gather(problem, heads, keys, found)
-    which = draw.uniform_rows(problem, heads, sample, stage=draw.REFINE, size=problem.shape[1])
+    device, (tiles, which, places) = problem.device, assign(problem, heads, keys, found, count)
     centres, sums = (device.empty(tiles.shape, np.float64) for _ in range(2))
-    task = problem.k, problem.key_heads(heads), which, nearest(problem, heads, which, tiles, found), tiles, sums
+    task = problem.k, problem.key_heads(heads), which, places, tiles, sums
     device.run(_average_cpu, _average_cuda, (tiles.shape[1], len(heads)), *task, centres)
     mean = device.empty((len(heads), problem.shape[2]), np.float64)
-    device.run(_mean_cpu, _mean_cuda, (len(heads),), sums, sample, mean)
+    device.run(_mean_cpu, _mean_cuda, (len(heads),), sums, which.shape[1], mean)
     return centres, mean
 
 

@@ -23,6 +23,7 @@ from scipy import linalg
 
 from . import _validate, draw
 from ._jit import CudaSteps, cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
+from .dense import multiply, scatter_rows
 from .device import CPU
 from .kernels.groups import group, group_size, groups, neighbours, place
 from .kernels.scalar import hash64, permuted, widen
@@ -344,9 +345,8 @@ def balanced_pairs(problem, heads, count):
 
 
 def head_bases(problem, heads, proj_dim, kind):
-    """What the apply pass needs of a projection: `basis (heads, m' padded, D)`, and a function that projects landmarks.
-
-    Each head has `repeats` sets of landmarks in a row.
+    """What the apply pass needs of a projection: `basis (heads, m' padded, D)`, P_K by columns (heads, m, D), and a
+    function that projects landmarks, of which each head has `repeats` sets in a row.
 
     For "pca" there is one more coordinate, q . mean(k): the projected logits keep the true ones' common shift.
     """
@@ -354,15 +354,21 @@ def head_bases(problem, heads, proj_dim, kind):
     if kind != "pca":
         basis, p = np.zeros((1, padded(proj_dim), dim), problem.element), _random_rows(problem, proj_dim, kind)
         basis[0, :proj_dim] = p
-        return device.repeat(device.upload(basis), count), lambda landmarks, repeats: _project(
-            problem, landmarks, np.arange(len(landmarks)), 0 * np.arange(len(landmarks)), *_without_mean(problem, p)
-        )
+
+        def project_by_one(landmarks, repeats):
+            every = np.arange(len(landmarks))
+            return _project(problem, landmarks, every, 0 * every, *_without_mean(problem, p))
+
+        return device.repeat(device.upload(basis), count), device.repeat(device.upload(p[None]), count), project_by_one
     p_q, p_k, mean = balanced_pairs(problem, heads, proj_dim)
     basis = device.empty((count, padded(proj_dim + 1), dim), problem.element)
     device.run(_stack_cpu, _stack_cuda, (count,), p_q, mean, basis)
-    return basis, lambda landmarks, repeats: _project(
-        problem, landmarks, np.arange(len(landmarks)), np.arange(len(landmarks)) // repeats, mean, p_k, ones=1
-    )
+
+    def project_by_own(landmarks, repeats):
+        every = np.arange(len(landmarks))
+        return _project(problem, landmarks, every, every // repeats, mean, p_k, ones=1)
+
+    return basis, p_k, project_by_own
 
 
 def _random_rows(problem, count, kind):
@@ -406,6 +412,26 @@ def projected_problem(problem, heads, proj_dim, kind):
         )
     v = device.take(problem.v, key_head)
     return dataclasses.replace(problem, q=q, k=k, v=v, query_head=own, key_head=own)
+
+
+def projected_adjoint(problem, heads, proj_dim, kind, d_q, d_k, gradients):
+    """Add dq = dq~ P_Q^T and dk = dk~ P_K^T, of q~ and k~ (heads, N or M, m), to the gradients of q and k.
+
+    The matrices, and the mean of the keys, are held fixed. No two of the heads may share queries or keys.
+    """
+    device, own = problem.device, np.arange(len(heads))
+    if kind == "pca":
+        p_q, p_k, _ = balanced_pairs(problem, heads, proj_dim)
+        one = device.repeat(device.upload(np.eye(proj_dim)[None]), len(heads))
+        back, index = [multiply(device, p, one, turn_a=True) for p in (p_q, p_k)], own
+    else:
+        p = np.ascontiguousarray(random_matrix(problem.shape[2], proj_dim, kind, problem.seed, np.float64))
+        back, index = 2 * [device.upload(p[None])], 0 * own
+    places = problem.query_heads(heads), problem.key_heads(heads)
+    for x, p, own_place, total in zip((d_q, d_k), back, places, gradients, strict=False):
+        zero = device.zeros((len(heads), proj_dim), np.float64)
+        every = device.repeat(device.upload(np.arange(x.shape[1])[None]), len(heads))
+        scatter_rows(device, own_place, every, _project(problem, x, own, index, zero, p), total, distinct=True)
 
 
 def _transformed(problem, x, place, count):

@@ -49,8 +49,8 @@ def _halve(h, found, trial_rank, half):
 
 
 @shared
-def _choose_trial(h, loo, windows, tile, table, window):
-    """The best of one head's trial fits: its place among all temperatures, its place among all fits, its window.
+def _choose_trial(h, loo, windows, tile, table, window, temperature):
+    """The best of one head's trial fits: its place among all temperatures and all fits, its window and temperature.
 
     `loo (heads * temperatures, windows)`.
     """
@@ -62,6 +62,7 @@ def _choose_trial(h, loo, windows, tile, table, window):
             if judged < best or t + w == 0:
                 best = judged
                 tile[h], table[h], window[h] = place, place * windows.shape[1] + w, windows[h, w]
+                temperature[h] = TEMPERATURES[t]
             wider *= _WIDER
 
 
@@ -88,9 +89,9 @@ def _halve_cpu(found, trial_rank, half):
 
 
 @serial_kernel
-def _choose_trial_cpu(loo, windows, tile, table, window):
+def _choose_trial_cpu(loo, windows, tile, table, window, temperature):
     for h in range(len(window)):
-        _choose_trial(h, loo, windows, tile, table, window)
+        _choose_trial(h, loo, windows, tile, table, window, temperature)
 
 
 @serial_kernel
@@ -115,9 +116,9 @@ def _halve_cuda(found, trial_rank, half):
 
 
 @cuda_kernel(32)
-def _choose_trial_cuda(loo, windows, tile, table, window):
+def _choose_trial_cuda(loo, windows, tile, table, window, temperature):
     for h in range(cuda.grid(1), len(window), cuda.gridsize(1)):
-        _choose_trial(h, loo, windows, tile, table, window)
+        _choose_trial(h, loo, windows, tile, table, window, temperature)
 
 
 @cuda_kernel(32)
@@ -143,9 +144,13 @@ class Solved:
     keys: Any  # the keys that the landmarks began as (heads, R)
     found: Any  # landmarks that were not redundant
     basis: Any  # of the projection, (heads, 0, D) without
+    projection: Any  # P_K by columns
     tiles: Any  # landmarks as the panel bodies read them
     table: Any
     window: Any  # -1 for none
+    temperature: Any
+    weight: Any  # of the sample's rows
+    ridge: Any  # relative to the largest squared singular value
     loo: Any
     slope: Any  # log2 of the fall of the leave-one-out error from half the rank to this one
     row_error: Any
@@ -160,6 +165,7 @@ class _Trial(NamedTuple):
     row_leverage: Any
     tiles: Any  # all landmarks at its temperature
     window: Any
+    temperature: Any
 
 
 def uniform_part(problem, heads, sample, rank, results, clock):
@@ -182,9 +188,10 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope):
     """Everything between the uniform rows and the output, at one rank."""
     device, count = problem.device, len(heads)
     basis, project_landmarks = device.empty((count, 0, problem.shape[2]), problem.element), None
+    projection = device.empty(basis.shape, np.float64)
     if options.proj_dim is not None and options.calibrate:
         with clock.stage("project"):
-            basis, project_landmarks = head_bases(problem, heads, options.proj_dim, options.projection)
+            basis, projection, project_landmarks = head_bases(problem, heads, options.proj_dim, options.projection)
     windows = _windows(problem, options)
     with clock.stage("landmarks"):
         keys, found = _choose_landmarks(problem, heads, sample, rank, int(windows.max()))
@@ -201,17 +208,17 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope):
     with clock.stage("fit"):
         target = targets(problem, heads, sample.rows, sample.out, sample.lse, trial.window.reshape(count, 1))
         columns = features(problem, heads, sample.rows, sample.lse, trial.tiles, found, basis)
-        common = problem, heads, columns, target, sample.out, sample.weights(problem.shape[0])
+        weight = sample.weights(problem.shape[0])
+        common = problem, heads, columns, target, sample.out, weight
         full = fit(*common, found, first=sample.uniform.shape[1])
         fall = device.zeros((count,), np.float64)
         if slope:
             half = fit(*common, half_rank, first=sample.uniform.shape[1])
             device.run(_fall_cpu, _fall_cuda, (1,), half.loo, full.loo, fall)
     # of the one window
-    table, loo, row_error, row_leverage = (
-        x.reshape(count, *x.shape[2:]) for x in (full.table, full.loo, full.row_error, full.row_leverage)
-    )
-    return Solved(sample, keys, found, basis, trial.tiles, table, trial.window, loo, fall, row_error, row_leverage)
+    table, ridge, loo, row_error, row_leverage = (x.reshape(count, *x.shape[2:]) for x in full)
+    model = keys, found, basis, projection, trial.tiles, table, trial.window, trial.temperature, weight, ridge
+    return Solved(sample, *model, loo, fall, row_error, row_leverage)
 
 
 def _choose_landmarks(problem, heads, sample, rank, apart):
@@ -250,9 +257,11 @@ def _trial(problem, heads, sample, windows, tiles, rank, basis):
     weight = device.repeat(device.upload(np.ones((1, which.shape[1]))), len(heads))
     trial = fit(problem, heads, columns, target, exact, weight, ranks)
     tile, table, window = (device.empty((len(rank),), np.int64) for _ in range(3))
-    device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), trial.loo, windows, tile, table, window)
+    temperature = device.empty((len(rank),), np.float64)
+    chosen = tile, table, window, temperature
+    device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), trial.loo, windows, *chosen)
     own, left_out = (device.take(x.reshape(-1, *x.shape[2:]), table) for x in (trial.table, trial.row_leverage))
-    return _Trial(rank, own, left_out, device.take(tiles, tile), window)
+    return _Trial(rank, own, left_out, device.take(tiles, tile), window, temperature)
 
 
 def _columns(device, source, first, count, width=None):

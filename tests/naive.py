@@ -51,6 +51,15 @@ def attention_in(dtype, q, k, v, scale=None):
     return (weights / weights.sum(axis=1, keepdims=True)) @ v
 
 
+def gradients(q, k, v, dout, scale=None):
+    """dq, dk, dv of one head, by dense matrices in the arithmetic of the arrays."""
+    scale = q.dtype.type(1 / math.sqrt(q.shape[1]) if scale is None else scale)
+    weights = softmax((q @ k.T) * scale)
+    dp = dout @ v.T
+    ds = weights * (dp - (dp * weights).sum(axis=1, keepdims=True))
+    return scale * (ds @ k), scale * (ds.T @ q), weights.T @ dout
+
+
 def relative(out, exact):
     """|out - exact|_F / |exact|_F."""
     exact = np.asarray(exact, np.float64)

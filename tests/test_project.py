@@ -154,7 +154,7 @@ def test_basis_of_a_head_keeps_the_common_shift(rng):
     """The projected logits of the data-driven pair are the best rank-m part plus q . mean(k), exactly."""
     q, k = rng.standard_normal((2, 60, 8)), 2 + rng.standard_normal((2, 70, 8))
     problem = flat(q, k, k)
-    basis, project_landmarks = room.head_bases(problem, np.arange(2), 8, "pca")
+    basis, _, project_landmarks = room.head_bases(problem, np.arange(2), 8, "pca")
     landmarks = k[:, :5].repeat(3, axis=0)  # three sets for each head
     projected = project_landmarks(landmarks, 3)
     for h in range(2):

@@ -54,6 +54,12 @@ def add_square(total, x):
     return fma(x, x, total)
 
 
+@shared
+def slope(weight, product, offset):
+    """ds_j = w_j (g . v_j + c): what a score does to the result, by the cotangent g of the row."""
+    return weight * (product + offset)
+
+
 # --- panels ---
 
 
@@ -91,6 +97,24 @@ def add_values(sums, tile, weights, count):
     width = tile.shape[1]
     for e in range(0, width, ROWS):
         multiply_block(sums, e, tile, e, 1, width, weights, count, True)
+
+
+@shared
+def pack_rows(rows, panel, columns):
+    """A panel (columns, lanes) transposed: column c of query x into rows[c // lanes, x, c % lanes]."""
+    width = lane_count(panel)
+    for c in range(columns):
+        for x in range(width):
+            rows[c // width, x, c % width] = panel[c, x]
+
+
+@shared
+def add_outer(sums, weights, first, count, rows):
+    """sums[p, j] += sum_x w_jx rows[p, x] for the `count` keys whose weights begin at row `first`."""
+    width = lane_count(weights)
+    for p in range(rows.shape[0]):
+        for j in range(0, count, ROWS):
+            multiply_block(sums[p], j, weights, (first + j) * width, width, 1, rows[p], width, True)
 
 
 @shared

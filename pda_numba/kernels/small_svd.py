@@ -16,7 +16,7 @@ from .scalar import fma
 from .simd import two_schedules
 from .team import barrier, team_max
 
-_TOLERANCE = 1e-12  # cosine between two rows that counts as orthogonal: far below the ridge's own perturbation
+_TOLERANCE = 1e-14  # cosine between two rows that counts as orthogonal: rounding of the sums makes about 1e-15
 _SWEEPS = 30
 
 

@@ -65,8 +65,8 @@ def test_bases_and_projected_problems(kind, rng):
     problem = problem_of(rng, 12, 10, 8, np.float32)
     gpu, which = on_cuda(problem), heads(problem)[:3]
     tiles = rng.standard_normal((6, 8, 8)).astype(np.float32)  # two for each head
-    basis, project_landmarks = room.head_bases(problem, which, 5, kind)
-    on_gpu, project_on_gpu = room.head_bases(gpu, which, 5, kind)
+    basis, _, project_landmarks = room.head_bases(problem, which, 5, kind)
+    on_gpu, _, project_on_gpu = room.head_bases(gpu, which, 5, kind)
     assert host(on_gpu).shape == basis.shape
     own, found = project_landmarks(tiles, 2), host(project_on_gpu(gpu.device.upload(tiles), 2))
     for t in range(6):  # logits, which do not depend on signs; single precision

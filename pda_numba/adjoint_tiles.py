@@ -1,0 +1,194 @@
+"""The adjoint of attention on the GPU's tiles: three sums, each by a driver of its own.
+
+    w_ij = exp(s_ij - lse_i)      ds_ij = w_ij (g_i . v_j + c_i b_j)
+
+    to queries     scale sum_j ds_ij k_j      a block has THREADS queries and takes the keys in tiles
+    to keys        scale sum_i ds_ij q_i      a block has THREADS keys and takes the queries in tiles
+    to values      sum_i w_ij g_i
+
+A block owns its rows of the output, so that nothing is added up by two of them: scores are computed three times, but
+no result depends on the order in which blocks happen to run. What stays with the block is called a lane, what passes
+by in tiles (`kernels.tile`) a row.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._jit import cuda, cuda_kernel, device_body
+from .kernels import tile
+from .kernels.team import barrier
+
+# --- the lanes' arrays, the rows' arrays in the same order, and which of the latter is summed up ---
+
+
+@device_body
+def to_queries(q, g, k, v):
+    return q, g, k, v, k
+
+
+@device_body
+def to_keys(q, g, k, v):
+    return k, v, q, g, q
+
+
+@device_body
+def to_values(q, g, k, v):
+    return k, v, q, g, g
+
+
+@device_body
+def _entry(array, i, count, absent, beyond):
+    """array[i]; `absent` of an array without entries, `beyond` from the end on."""
+    value = beyond
+    if i < count:
+        value = array[i] if array.shape[0] else absent
+    return value
+
+
+# --- drivers ---
+
+
+def _driver(element, purpose):
+    """One block for THREADS lanes, one split of the rows and a a columns of the output of one head."""
+    a, rows, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
+    threads = tile.THREADS
+    by_query, slopes = purpose is to_queries, purpose is not to_values
+    zero, one, infinity = element.type(0), element.type(1), element.type(np.inf)
+
+    @cuda_kernel(tile.THREADS, tile.BLOCKS)
+    def adjoint_cuda(
+        q,
+        g,
+        k,
+        v,
+        query_place,
+        key_place,
+        key_count,
+        lse,
+        offset,
+        share,
+        window,
+        factor,
+        scale,
+        split,
+        vectors,
+        place,
+        out,
+        along,
+    ):
+        t, h, first = cuda.threadIdx.x, cuda.blockIdx.z, cuda.blockIdx.x * threads
+        columns = (out.shape[3] + columns_at_once - 1) // columns_at_once
+        s, column = cuda.blockIdx.y // columns, cuda.blockIdx.y % columns * columns_at_once
+        lanes = lse.shape[1] if by_query else key_count[h]
+        start, stop = s * split, min(key_count[h] if by_query else lse.shape[1], (s + 1) * split)
+        band = np.int64(-1)
+        if window.shape[0]:
+            band = window[h]
+            start, stop = max(start, first - band), min(stop, first + threads + band)
+            if band < 0:
+                return
+        if first >= lanes:
+            return
+        scores = cuda.shared.array((rows, threads), element, alignment=16)
+        staged = cuda.shared.array((depth, threads), element, alignment=16)
+        beside = cuda.shared.array((depth if slopes else 4, threads), element, alignment=16)
+        buffers = cuda.shared.array((rows_of_buffers, columns_at_once), element, alignment=16)
+        tops = cuda.shared.array(threads, element)  # the lse of the lanes, or of the rows
+        lane_factors = cuda.shared.array(threads, element)  # c_i and b_j, or b_j and c_i
+        row_factors = cuda.shared.array(rows, element)
+        acc = cuda.local.array(columns_at_once, element)
+        product = cuda.local.array(block, element)
+        piece = cuda.local.array(piece_size, element)
+        left = cuda.local.array(a, element)
+        right = cuda.local.array(a, element)
+        memory, registers = (scores, staged, buffers), (product, left, right, piece)
+        pair = purpose(q[query_place[h]], g[h], k[key_place[h]], v[key_place[h]])
+        i = first + t
+        row = min(i, lanes - 1)
+        total = zero
+        tile.fill(acc, zero)
+        if by_query:
+            tops[t] = _entry(lse[h], i, lanes, zero, infinity)
+            lane_factors[t] = _entry(offset[h], i, lanes, zero, zero)
+        else:
+            lane_factors[t] = _entry(share[h], i, lanes, one, zero)
+        for j in range(start, stop, rows):
+            if t < rows:
+                if by_query:
+                    row_factors[t] = _entry(share[h], j + t, stop, one, zero)
+                else:
+                    tops[t] = _entry(lse[h], j + t, stop, zero, infinity)
+                    row_factors[t] = _entry(offset[h], j + t, stop, zero, zero)
+            fresh = j == start
+            tile.score_block(
+                memory, registers, pair[0], row, factor, scores, t, False, pair[2], j, stop, fresh, t, a, vectors
+            )
+            tile.weigh_block(product, tops, by_query, t, a)
+            if j + rows > stop or band >= 0:
+                tile.hide_block(product, first, j, stop, band, t, a)
+            tile.put_block(scores, product, t, a)
+            if slopes:
+                other = scores, beside, buffers
+                tile.score_block(
+                    other, registers, pair[1], row, one, scores, t, False, pair[3], j, stop, fresh, t, a, vectors >> 2
+                )
+                tile.slope_block(scores, product, lane_factors, row_factors, t, a)
+                tile.put_block(scores, product, t, a)
+            tile.begin_values(memory, registers, pair[4], j, stop, column, t, a, vectors & 16)
+            barrier()
+            if not slopes:
+                total += tile.sum_along(scores, row_factors, t)
+            tile.add_values(acc, memory, registers, pair[4], j, stop, column, t, a, vectors & 16)
+        tile.put_block(staged, acc, t, a)
+        barrier()
+        if i < lanes:
+            tile.add_row(out[s, place[h]], i, staged, scale, column, t, a, vectors & 32)
+            if not slopes and column == 0 and along.shape[2]:
+                along[s, h, i] = total
+
+    return adjoint_cuda
+
+
+def _drivers(purpose):
+    return {element: _driver(np.dtype(element), purpose) for element in (np.float32, np.float64)}
+
+
+_QUERIES_CUDA, _KEYS_CUDA, _VALUES_CUDA = _drivers(to_queries), _drivers(to_keys), _drivers(to_values)
+_DRIVERS = {to_queries: _QUERIES_CUDA, to_keys: _KEYS_CUDA, to_values: _VALUES_CUDA}
+
+# --- on the host ---
+
+
+class Pairs(NamedTuple):
+    """Queries and keys of some heads, and what is known of them."""
+
+    q: Any  # (any heads, n, D), with `query_place` the head of each
+    g: Any  # (heads, n, E)
+    k: Any  # (any heads, M, D), with `key_place`
+    v: Any  # (any heads, M, E)
+    query_place: Any
+    key_place: Any
+    key_count: Any  # (heads,)
+    lse: Any  # (heads, n), infinite for queries that count for nothing
+    offset: Any  # c_i (heads, n)
+    share: Any  # b_j (heads, M), or (heads, 0): 1
+    window: Any  # (heads,), -1 is no pair at all; or (0,): all pairs
+
+
+def add_adjoint(problem, purpose, pairs, factor, scale, place, out, *, split=None, along=None):
+    """Add a sum to the rows of out[split, place[h]].
+
+    Each of `out`'s splits is made of so many rows, by default one of all. `factor` makes scores of q . k, the sum is
+    multiplied by `scale`. `along (splits, heads, M)` receives sum_i w_ij c_i with `to_values`.
+    """
+    device, element = problem.device, problem.element
+    n, m, heads = pairs.lse.shape[1], pairs.k.shape[1], len(pairs.g)
+    lanes, rows = (n, m) if purpose is to_queries else (m, n)
+    along = device.empty((1, heads, 0), element) if along is None else along
+    columns = -(-out.shape[3] // tile.geometry(element).columns)
+    grid = -(-lanes // tile.THREADS), len(out) * columns, heads
+    lane, beside, row, other, summed = purpose(*pairs[:4])
+    vectors = tile.vectors(lane, row, beside, other, summed, out)
+    rest = element.type(factor), element.type(scale), split or rows, vectors, place, out, along
+    device.run(None, _DRIVERS[purpose][element.type], grid, *pairs, *rest)
