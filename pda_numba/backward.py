@@ -145,8 +145,8 @@ def backward(problem, part, bounds, given, gradients, *, measure=False):
 
 def _exact(problem, part, _bounds, given, gradients, measure):
     every = problem.device.empty((len(part.heads), 0), np.int64)
-    about = _cotangents(problem, part.heads, every, part.lse, given, part.out)
-    rows_adjoint(problem, part.heads, part.lse, *about, gradients)
+    offset, cotangent = _cotangents(problem, part.heads, every, part.lse, given, part.out)
+    rows_adjoint(problem, part.heads, part.lse, offset, cotangent, gradients)
     return problem.device.zeros((len(part.heads), 2), np.float64) if measure else None
 
 
@@ -175,14 +175,14 @@ def _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, see
     """What the exact rows owe for the output and for the fit: together, or apart to measure the gradient's error."""
     device, heads = problem.device, part.heads
     if seen is None:
-        about = _cotangents(problem, heads, part.rows, part.lse, given, part.out, d_target, d_lse)
-        rows_adjoint(problem, heads, part.lse, *about, gradients, part.rows)
+        offset, cotangent = _cotangents(problem, heads, part.rows, part.lse, given, part.out, d_target, d_lse)
+        rows_adjoint(problem, heads, part.lse, offset, cotangent, gradients, part.rows)
         return None
     nothing = device.zeros(given.shape, problem.element)
-    about = _cotangents(problem, heads, part.rows, part.lse, nothing, part.out, d_target, d_lse)
-    by_fit = rows_adjoint(problem, heads, part.lse, *about, gradients, part.rows, keep=True)
-    about = _cotangents(problem, heads, part.rows, part.lse, given, part.out)
-    exact = rows_adjoint(problem, heads, part.lse, *about, gradients, part.rows, keep=True)
+    offset, cotangent = _cotangents(problem, heads, part.rows, part.lse, nothing, part.out, d_target, d_lse)
+    by_fit = rows_adjoint(problem, heads, part.lse, offset, cotangent, gradients, part.rows, keep=True)
+    offset, cotangent = _cotangents(problem, heads, part.rows, part.lse, given, part.out)
+    exact = rows_adjoint(problem, heads, part.lse, offset, cotangent, gradients, part.rows, keep=True)
     own = device.repeat(device.upload(np.arange(d_lse.shape[1])[None]), len(heads))
     scatter_rows(device, device.upload(np.arange(len(heads))), own, by_fit, d_queries, distinct=True)
     report, (guess, squares) = device.empty((len(heads), 2), np.float64), seen
@@ -208,9 +208,9 @@ def _lost_rows(problem, part, given, gradients):
     alone, keys = landmarks_alone(problem, heads, part.keys, part.found)
     out, lse, _ = rows(alone, heads, part.lost, used=part.losses)
     device.run(_blank_cpu, _blank_cuda, (len(heads),), part.losses, lse)
-    about = _cotangents(problem, heads, part.lost, lse, given, out)
+    offset, cotangent = _cotangents(problem, heads, part.lost, lse, given, out)
     own = Gradients(gradients.q, *(device.zeros(x.shape, problem.element) for x in (alone.k, alone.v)))
-    rows_adjoint(alone, heads, lse, *about, own, part.lost)
+    rows_adjoint(alone, heads, lse, offset, cotangent, own, part.lost)
     place = problem.key_heads(heads)
     scatter_rows(device, place, keys, own.k, gradients.k)
     scatter_rows(device, place, keys, own.v, gradients.v)

@@ -79,8 +79,11 @@ def _number_cuda(drawn_pi, fitted, flagged, flags, held, helds, lost, losses, ro
 # --- what is kept ---
 
 
+@dataclass(frozen=True)
 class _Part:
-    """Some heads: arrays with one entry per head in every field but `heads` and `fixed`."""
+    """Some heads: arrays with one entry per head in every field but `heads` and `held`."""
+
+    heads: np.ndarray
 
     def arrays(self):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("heads", "held")}
@@ -103,7 +106,6 @@ class _Part:
 class Exact(_Part):
     """Heads of exact attention."""
 
-    heads: np.ndarray
     out: Any  # (heads, N, E)
     lse: Any  # (heads, N)
 
@@ -112,7 +114,6 @@ class Exact(_Part):
 class LowRank(_Part):
     """Heads whose fits have one rank."""
 
-    heads: np.ndarray
     held: tuple  # which of the exact rows were held out, as a range
     rows: Any  # exact rows (heads, n); those of the fit come first
     out: Any  # (heads, n, E)
@@ -136,7 +137,7 @@ class LowRank(_Part):
 def keep_low_rank(problem, heads, kept, solved, finished, report):
     """A `LowRank` of the heads where `kept` is true, from a rank's step."""
     device, (n, _, _, e) = problem.device, problem.shape
-    flagged, held_out, lost, losses = finished.flagged, finished.held_out, *finished.lost
+    flagged, held_out, (lost, losses) = finished.flagged, finished.held_out, finished.lost
     counts = report[kept]
     flagged = _cut(device, flagged, int((counts[:, FLAGGED_ROWS] - counts[:, FALLBACK_ROWS]).max()))
     held_out = _cut(device, held_out, int(counts[:, HELD_OUT_ROWS].max()))
