@@ -20,6 +20,7 @@ from .kernels.panel import (
     clipped,
     in_band,
     load_tile,
+    log_sum,
     multiply_keys,
     pack_query,
     raise_top,
@@ -199,6 +200,7 @@ def _apply_driver(element):
         vectors,
         out,
         leverage,
+        lse,
     ):
         t, h, column = cuda.threadIdx.x, cuda.blockIdx.z, cuda.blockIdx.y * columns_at_once
         panel = cuda.blockIdx.x
@@ -289,6 +291,8 @@ def _apply_driver(element):
             for c in range(1, 1 + LEVERAGE_COLUMNS):
                 square = add_square(square, sums[c, t] * share)
             leverage[h, panel * threads + t] = square if sums[0, t] > zero else infinity
+            if lse.shape[1]:
+                lse[h, start + t] = log_sum(top, sums[0, t]) if sums[0, t] > zero else infinity
         if values:
             barrier()
             tile.scale_queries(acc, factors, t, a)
@@ -352,20 +356,32 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
     else:
         place, (low, high) = np.asarray(heads), bounds
     place = device.upload(place)
-    task = *problem.arrays(heads), place
-    rest = landmarks, table, rank, window, values, low, high
     if device.name == "cpu":
+        task = *problem.arrays(heads), place
         parts = (starts[:, :, None] + np.arange(0, PANEL, lanes(element))).reshape(len(starts), -1)
-        _apply_cpu(*task, parts, problem.factor, basis, *rest, out, leverage, norm)
+        rest = landmarks, table, rank, window, values, low, high, out, leverage, norm
+        _apply_cpu(*task, parts, problem.factor, basis, *rest)
         return leverage, norm
-    which = _panel_rows(problem, starts) if basis.shape[1] else starts
-    columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
-    vectors = tile.vectors(problem.q, problem.k, problem.v) | tile.vectors(problem.q, landmarks, table, out) << 3
-    blocks = starts.shape[1], max(1, -(-values // tile.geometry(element).columns)), len(heads)
-    device.run(
-        None, _APPLY_CUDA[element.type], blocks, *task, starts, problem.factor, columns, *rest, vectors, out, leverage
-    )
+    model = landmarks, table, rank, window, basis
+    apply_on_gpu(problem, heads, place, starts, model, (low, high), values, out, leverage)
     if values:
         panels = norm.shape[1] // PANEL, len(heads)
         device.run(None, _norm_cuda, panels, place, starts, rank, values, out, norm)
     return leverage, norm
+
+
+def apply_on_gpu(problem, heads, place, starts, model, bounds, values, out, leverage, lse=None):
+    """The driver's launch. `lse (heads, N)` receives log2 of each row's normaliser, infinity if it is not positive.
+
+    Returns the projected queries (heads, coordinates, panels * PANEL), times the logits' factor.
+    """
+    device, element = problem.device, problem.element
+    landmarks, table, rank, window, basis = model
+    lse = device.empty((len(heads), 0), element) if lse is None else lse
+    which = _panel_rows(problem, starts) if basis.shape[1] else starts
+    columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
+    vectors = tile.vectors(problem.q, problem.k, problem.v) | tile.vectors(problem.q, landmarks, table, out) << 3
+    grid = starts.shape[1], max(1, -(-values // tile.geometry(element).columns)), len(heads)
+    task = *problem.arrays(heads), place, starts, problem.factor, columns, landmarks, table, rank, window, values
+    device.run(None, _APPLY_CUDA[element.type], grid, *task, *bounds, vectors, out, leverage, lse)
+    return columns

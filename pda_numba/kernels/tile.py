@@ -23,7 +23,7 @@ import numpy as np
 from numba.extending import overload
 
 from .._jit import device_body
-from .panel import clipped, larger, weight
+from .panel import clipped, in_band, larger, slope, weight
 from .scalar import fma, widen
 from .team import barrier
 
@@ -266,13 +266,13 @@ def put_block(tile, acc, t, a):
 
 
 @device_body
-def score_tile(memory, registers, q, row, factor, columns, i, projected, keys, j, stop, fresh, t, a, vectors):
-    """The scores of keys j .. j + a b (before `stop`) into shared memory.
+def score_block(memory, registers, q, row, factor, columns, i, projected, keys, j, stop, fresh, t, a, vectors):
+    """The scores of keys j .. j + a b (before `stop`) with the block's queries, a thread's own in its `product`.
 
     `memory` is scores, queries and buffers, `registers` a thread's product, left, right and piece. The thread's query
     is q[row], or columns[:, i] if `projected` (any matrix if not); `fresh` says that none is staged yet.
     """
-    (scores, queries, buffers), (product, left, right, piece) = memory, registers
+    (_, queries, buffers), (product, left, right, piece) = memory, registers
     fill(product, product.dtype.type(0))
     block = queries.shape[0]
     for first in range(0, keys.shape[1], block):
@@ -282,6 +282,13 @@ def score_tile(memory, registers, q, row, factor, columns, i, projected, keys, j
             else:
                 stage_queries(queries, q, row, first, factor, t, vectors & 1)
         multiply_keys(product, left, right, piece, queries, buffers, keys, j, stop, first, t, a, vectors & 2)
+
+
+@device_body
+def score_tile(memory, registers, q, row, factor, columns, i, projected, keys, j, stop, fresh, t, a, vectors):
+    """The same into shared memory, for every thread to see."""
+    (scores, _, _), (product, _, _, _) = memory, registers
+    score_block(memory, registers, q, row, factor, columns, i, projected, keys, j, stop, fresh, t, a, vectors)
     put_block(scores, product, t, a)
     barrier()
 
@@ -422,6 +429,67 @@ def write_row(out, row, scores, column, t, a, vector):
         else:
             for c in range(min(4, out.shape[1] - column - e)):
                 out[row, column + e + c] = load(scores, e + c, place)
+
+
+# --- for adjoints: lanes are what a thread's own row of the output belongs to, rows are those of the tile ---
+
+
+@device_body
+def weigh_block(product, lse, by_lane, t, a):
+    """Scores to weights in registers; `lse` has an entry for every lane, or for every row of the tile."""
+    for x in range(product.shape[0] // a):
+        for y in range(a):
+            top = lse[block_query(y, t, a)] if by_lane else lse[block_key(x, t, a)]
+            product[x * a + y] = weight(product[x * a + y], top)
+
+
+@device_body
+def hide_block(product, lane, row, stop, window, t, a):
+    """No weight for rows from `stop` on, nor outside of the band; `lane` and `row` are the first ones."""
+    for x in range(product.shape[0] // a):
+        place = row + block_key(x, t, a)
+        for y in range(a):
+            if place >= stop or (window >= 0 and not in_band(lane + block_query(y, t, a), place, window)):
+                product[x * a + y] = product.dtype.type(0)
+
+
+@device_body
+def slope_block(scores, product, lanes, rows, t, a):
+    """The products with the cotangents to slopes, in registers: by the thread's own weights, c = lanes * rows."""
+    for x in range(product.shape[0] // a):
+        row = block_key(x, t, a)
+        for g in range(a // 4):
+            lane, i = block_query(4 * g, t, a), x * a + 4 * g
+            x0, x1, x2, x3 = load4(scores, row, swizzle(row // 4, lane, THREADS))
+            product[i] = slope(x0, product[i], lanes[lane] * rows[row])
+            product[i + 1] = slope(x1, product[i + 1], lanes[lane + 1] * rows[row])
+            product[i + 2] = slope(x2, product[i + 2], lanes[lane + 2] * rows[row])
+            product[i + 3] = slope(x3, product[i + 3], lanes[lane + 3] * rows[row])
+
+
+@device_body
+def sum_along(scores, rows, t):
+    """sum_j w_j rows_j for the thread's own lane."""
+    total = rows.dtype.type(0)
+    for j in range(scores.shape[0]):
+        total = fma(load(scores, j, score_place(j, t)), rows[j], total)
+    return total
+
+
+@device_body
+def add_row(out, row, scores, factor, column, t, a, vector):
+    """`factor` times the thread's own lane, added to out[row, column:] (see `write_row`)."""
+    for e in range(0, min(a * a, out.shape[1] - column), 4):
+        place = score_place(e, t)
+        if vector and column + e + 4 <= out.shape[1]:
+            x, y, z, w = load4(out, row, column + e)
+            x, y = fma(load(scores, e, place), factor, x), fma(load(scores, e + 1, place), factor, y)
+            z, w = fma(load(scores, e + 2, place), factor, z), fma(load(scores, e + 3, place), factor, w)
+            store4(out, row, column + e, x, y, z, w)
+        else:
+            for c in range(min(4, out.shape[1] - column - e)):
+                old = out[row, column + e + c]
+                out[row, column + e + c] = fma(load(scores, e + c, place), factor, old)
 
 
 # --- on the host ---
