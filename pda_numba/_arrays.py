@@ -326,6 +326,11 @@ class Stacks:
         """
         return self._view(self.pointers[stack] - stack * self.size * self.strides[0], self.shape[0])
 
+    def is_whole(self, element):
+        """Are all heads one contiguous array of this dtype?"""
+        whole = contiguous_strides(self.shape, element.itemsize)
+        return self.dtype == element and self.size == self.shape[0] and self.strides == whole
+
     def _view(self, pointer, heads):
         return view(pointer, (heads, *self.shape[1:]), self.strides, self.dtype, self.array.owner)
 

@@ -79,24 +79,37 @@ class JudgedOnHost(OnHost):
         return np.isfinite(self.given).all()
 
 
+class GpuOutput:
+    """An array of the caller's library and the buffer that kernels write: the same memory if it can be."""
+
+    def __init__(self, device, array, dtype, element):
+        self.device, self.array = device, array
+        self.target = _arrays.stacked(array, None if dtype is _arrays.BFLOAT16 else dtype)
+        self.direct = self.target.is_whole(element)
+        if self.direct:
+            self.buffer = self.target.local(0)
+        else:
+            self.buffer = device.cuda.device_array(self.target.shape, element, stream=device.stream)
+
+    def result(self):
+        """The caller's object, all that was launched before written to it."""
+        if not self.direct:
+            for i in range(self.target.shape[0] // self.target.size):
+                self.device.store(self.buffer, i * self.target.size, self.target.local(i))
+        return _arrays.finished(self.array, self.device)
+
+
 class InPlace:
     """Arrays on the GPU, computed there on the caller's stream."""
 
     def __init__(self, problem, shape, dtype, out):
         given = problem.q.array
         self.device = Cuda(open_stream(given.stream or 0))
-        _follow(self.device, given, [problem.k.array, problem.v.array, *([out] if out else [])])
-        self.problem, self.dtype, self.given = dataclasses.replace(problem, device=self.device), dtype, out
+        follow(self.device, given, [problem.k.array, problem.v.array, *([out] if out else [])])
+        self.problem, self.dtype = dataclasses.replace(problem, device=self.device), dtype
         # A Numba array says which stream it is bound to, but the default stream must not be named.
-        self.out = out or _arrays.new_like(given, shape, self.device.stream if given.stream else 0)
-        self.target = _arrays.stacked(self.out, None if dtype is _arrays.BFLOAT16 else dtype)
-        flat = self.target.shape
-        whole = _arrays.contiguous_strides(flat, problem.element.itemsize)
-        self.direct = dtype == problem.element and len(self.target.pointers) == 1 and self.target.strides == whole
-        if self.direct:
-            self.buffer = self.target.local(0)
-        else:
-            self.buffer = self.device.cuda.device_array(flat, problem.element, stream=self.device.stream)
+        out = out or _arrays.new_like(given, shape, self.device.stream if given.stream else 0)
+        self.out = GpuOutput(self.device, out, dtype, problem.element)
 
     def _parts(self):
         """Groups of heads that one stack each of q, k and v holds: (heads, stack of q, stack of k and v)."""
@@ -143,15 +156,12 @@ class InPlace:
         for heads, q, k in self._parts():
             part = dataclasses.replace(p, q=p.q.placed(q), k=p.k.placed(k), v=p.v.placed(k))
             for group in _slices(heads, size):
-                yield group, part, self.buffer
+                yield group, part, self.out.buffer
                 self.device.recycle()
 
     def result(self):
         """The caller's array, or a new one of the same library."""
-        if not self.direct:
-            for i in range(len(self.target.pointers)):
-                self.device.store(self.buffer, i * self.target.size, self.target.local(i))
-        return self.out.given if self.given else _arrays.finished(self.out, self.device)
+        return self.out.result()
 
 
 class Judged(InPlace):
@@ -160,7 +170,7 @@ class Judged(InPlace):
     def __init__(self, problem, out, dtype):
         given = problem.q.array
         self.device = Cuda(open_stream(given.stream or 0))
-        _follow(self.device, given, [problem.k.array, problem.v.array, out])
+        follow(self.device, given, [problem.k.array, problem.v.array, out])
         self.problem, self.dtype = dataclasses.replace(problem, device=self.device), dtype
         self.target = _arrays.stacked(out)
 
@@ -183,7 +193,7 @@ class Judged(InPlace):
                 self.device.recycle()
 
 
-def _follow(device, leader, others):
+def follow(device, leader, others):
     """Let the stream of `leader` wait for what is on the streams of the others."""
     if not SIMULATED:
         for handle in {array.stream or 0 for array in others} - {leader.stream or 0}:

@@ -16,7 +16,7 @@ from .device import Cuda, current_gpu, on_gpu, open_stream
 from .scan import find_ranges
 
 _STAGE_BYTES = 32 * 2**20  # of each of the two pieces of pinned memory
-_USABLE = 7 / 8  # of the free device memory; the rest is for compiled kernels and small arrays
+USABLE = 7 / 8  # of the free device memory; the rest is for compiled kernels and small arrays
 
 
 class Streamed:
@@ -73,7 +73,7 @@ class Streamed:
 
     def _fit(self, size, workspace):
         """The chunks, and how many are on the device at a time."""
-        usable, heads = _USABLE * self.device.free_bytes(), np.arange(len(self.problem.query_head))
+        usable, heads = USABLE * self.device.free_bytes(), np.arange(len(self.problem.query_head))
         size = min(size, len(heads))
         while True:
             chunks = [_Chunk(self, heads[i : i + size]) for i in range(0, len(heads), size)]

@@ -252,8 +252,9 @@ def run_call(call, check_finite, progress, measure, keep=None):
     announce_slow_compilation()
     with on_gpu(_gpu_of(problem)):
         home, device_reason = _home(call)
+        kept = keep and (lambda part: keep(part.over(home.device.hold)))
         measure = measure or _insisted(call.options)
-        results, ranges = _compute(home, call.options, call.chosen, clock, check_finite, measure, progress, keep)
+        results, ranges = _compute(home, call.options, call.chosen, clock, check_finite, measure, progress, kept)
         with clock.stage("output"):
             out = home.result()
         device_reason += f" ({gpu_name()})" if home.device.name == "cuda" and measure else ""

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import _validate, project
+from . import _arrays, _validate, project
+from ._pullback_place import pullback_place
 from .api import Call, check_call, projected, run_call, warn_of_error
 from .backward import Gradients, backward
 from .dense import scatter_rows
+from .device import on_gpu
 from .info import AttentionInfo, Clock, GradientInfo
 from .residuals import Exact
 
@@ -139,17 +141,21 @@ def attention_backward(residuals, dout, *, return_info=False):
     call, clock = residuals.call, Clock()
     problem, lead = call.problem, call.lead
     given = _cotangent(residuals, dout)
-    gradients = Gradients(*(np.zeros(x.shape, problem.element) for x in (problem.q, problem.k, problem.v)))
+    on_device = residuals.info.device.startswith("cuda")
     report = np.zeros((len(problem.query_head), 2))
-    for part in residuals.parts:
-        for which in _apart(problem, part.heads):
-            own = part.of(problem.device, which)
-            measured = _one_run(problem, own, call.options, residuals.bounds, given, gradients, return_info, clock)
-            if return_info:
-                report[own.heads] = measured
-    arrays = tuple(
-        x.reshape(shape).astype(call.dtype, copy=False) for x, shape in zip(gradients, residuals.shapes, strict=True)
-    )
+    with on_gpu(None if isinstance(given, np.ndarray) else given.ordinal):
+        home = pullback_place(call, on_device, given)
+        if residuals.check_finite and not home.is_finite():
+            raise ValueError("dout must be finite, got NaN or infinity; check_finite=False skips this test")
+        for part in residuals.parts:
+            for which in _apart(problem, part.heads):
+                own, bounds = part.of(home.device, which), [home.device.upload(x) for x in residuals.bounds]
+                task = home.problem_of(own.heads), own, call.options, bounds, home.given, home.gradients
+                measured = _one_run(*task, return_info, clock)
+                if return_info:
+                    report[own.heads] = home.device.download(measured)
+                home.device.recycle()
+        arrays = home.result(residuals.shapes)
     if not return_info:
         return arrays
     wrong, size = report.T
@@ -190,16 +196,19 @@ def attention_vjp(q, k, v, **options):
 
 
 def _cotangent(residuals, dout):
-    """`dout` as (all heads, N, E) in the arithmetic's dtype, checked."""
+    """`dout`, checked: (all heads, N, E) in the arithmetic's dtype, or the description of an array on a GPU."""
     call = residuals.call
-    dout = _validate.plain_array("dout", dout)
-    if dout.shape != call.shape:
-        raise ValueError(f"dout must have the shape of the output, {call.shape}, got {dout.shape}")
-    if dout.dtype != call.dtype:
-        raise TypeError(f"dout must have the dtype of the output, {call.dtype}, got {dout.dtype}")
-    if residuals.check_finite and not np.isfinite(dout).all():
-        raise ValueError("dout must be finite, got NaN or infinity; check_finite=False skips this test")
-    flat = _validate.bits(dout).reshape(len(call.problem.query_head), *call.shape[-2:])
+    there = not isinstance(call.problem.q, np.ndarray)
+    array = _arrays.describe("dout", dout) if there else _validate.plain_array("dout", dout)
+    if array is None:
+        raise TypeError(f"dout must be on a GPU, like q, got {type(dout).__name__}")
+    if array.shape != call.shape:
+        raise ValueError(f"dout must have the shape of the output, {call.shape}, got {array.shape}")
+    if array.dtype != call.dtype:
+        raise TypeError(f"dout must have the dtype of the output, {call.dtype}, got {array.dtype}")
+    if there:
+        return array
+    flat = _validate.bits(array).reshape(len(call.problem.query_head), *call.shape[-2:])
     return np.ascontiguousarray(project.as_element(flat, call.problem.element))
 
 

@@ -97,7 +97,7 @@ def test_chunks_give_the_bits_of_one(room, expected, rng, monkeypatch):
     original = _streamed._Slot.problem
     monkeypatch.setattr(_streamed._Slot, "problem", lambda s, c: chunks.append(len(c.heads)) or original(s, c))
     one = bytes_of(arrays, 1) + 2 * 5 * 4
-    monkeypatch.setattr(Cuda, "free_bytes", lambda self: one * room / _streamed._USABLE)
+    monkeypatch.setattr(Cuda, "free_bytes", lambda self: one * room / _streamed.USABLE)
     monkeypatch.setattr(_streamed, "_STAGE_BYTES", 48)  # many pieces, each a part of a head
     out = attention(*arrays, device="cuda", method="exact")
     assert out.tobytes() == whole.tobytes()
