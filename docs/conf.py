@@ -13,6 +13,7 @@ copyright = "2026, The pda_numba developers"
 release = version = pda_numba.__version__
 
 extensions = ["mathml", "numpydoc", "sphinx.ext.autodoc"]
+autodoc_mock_imports = ["autograd", "jax", "torch"]  # of the adapters: large, and not needed for their docstrings
 exclude_patterns = ["_build"]
 default_role = "code"
 

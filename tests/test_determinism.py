@@ -13,7 +13,7 @@ import pytest
 from problems import make
 
 import pda_numba
-from pda_numba import attention
+from pda_numba import attention, attention_vjp
 
 # Two heads of three kinds of work: low rank with a window chosen, low rank with a projection, and exact.
 OPTIONS = ({"rank": 32, "tol": None, "method": "pda"}, {"rank": 32, "tol": None, "method": "pda", "proj_dim": 8}, {})
@@ -24,11 +24,14 @@ def problem(n=1100):
 
 
 def digest(arrays=None, **more):
-    """Of the outputs and certificates of all kinds of work."""
+    """Of the outputs, certificates and gradients of all kinds of work."""
     found = hashlib.sha256()
     for options in OPTIONS:
-        out, info = attention(*(problem() if arrays is None else arrays), return_info=True, **options, **more)
-        for x in (out, info.error, info.error_limit, info.row_error, info.leave_one_out, info.rows, info.window):
+        given = problem() if arrays is None else arrays
+        out, info = attention(*given, return_info=True, **options, **more)
+        _, pullback = attention_vjp(*given, **options, **more)
+        numbers = info.error, info.error_limit, info.row_error, info.leave_one_out, info.rows, info.window
+        for x in (out, *numbers, *pullback(out)):
             found.update(np.ascontiguousarray(x).tobytes())
     return found.hexdigest()
 

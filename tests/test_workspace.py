@@ -60,7 +60,10 @@ def everything(name):
     out, info = attention(q, k, v, return_info=True, **CALLS[name])
     estimate = pda_numba.estimate_error(out, q, k, v)
     numbers = (info.error, info.error_limit, info.row_error, info.rows, info.window, info.effective_rank)
-    return [np.asarray(x).tobytes() for x in (out, *numbers, estimate.error, estimate.error_limit)]
+    _, pullback = pda_numba.attention_vjp(q, k, v, **CALLS[name])
+    *gradients, about = pullback(out, return_info=True)
+    numbers = (*numbers, estimate.error, estimate.error_limit, about.gradient_error)
+    return [np.asarray(x).tobytes() for x in (out, *numbers, *gradients)]
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -69,3 +69,24 @@ class Heads(_Call):
 
     def time_attention(self, heads_and_tokens):
         self.run()
+
+
+class Gradient(_Call):
+    """Backward passes over residuals that exist."""
+
+    params = (["pda", "exact"], [4096, 16384])
+    param_names = ("method", "tokens")
+
+    def setup(self, method, tokens):
+        self.prepare(1, tokens, 64, method=method, tol=None)
+        out, self.residuals = pda_numba.attention_forward(*self.arrays, **self.options)
+        self.dout = np.ones_like(out)
+        self.time_backward(method, tokens)
+
+    def time_backward(self, method, tokens):
+        pda_numba.attention_backward(self.residuals, self.dout)
+
+    def track_residuals(self, method, tokens):
+        return self.residuals.nbytes
+
+    track_residuals.unit = "bytes"  # type: ignore[attr-defined]
