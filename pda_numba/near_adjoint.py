@@ -23,7 +23,7 @@ from .kernels.team import barrier, member, members, team_sum
 @shared
 def _weigh_keys(v, start, count, lse, d_target, weights, slopes):
     """a_ij and ds_ij of some keys of one row, from their scores; returns what this member adds to dlse."""
-    values, own = v.shape[1], 0.0
+    values, own = v.shape[1], np.float64(0)
     for j in range(member(), count, members()):
         weights[j] = exp2(weights[j] - lse)
         along = d_target[values]
