@@ -8,8 +8,8 @@ import numpy as np
 
 from . import _arrays, _validate, project
 from ._pullback_place import pullback_place
-from .api import Call, check_call, projected, run_call, warn_of_error
 from .backward import Gradients, backward
+from .call import Call, check_call, projected, run_call, warn_of_error
 from .dense import scatter_rows
 from .device import on_gpu
 from .info import AttentionInfo, Clock, GradientInfo

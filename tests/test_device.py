@@ -154,7 +154,7 @@ def test_mixed_places_name_both(rng):
     ],
 )
 def test_bad_device_arrays(wrong, error, words, rng, monkeypatch):
-    monkeypatch.setattr(pda_numba.api, "place", lambda *_: pytest.fail("memory was allocated"))
+    monkeypatch.setattr(pda_numba.call, "place", lambda *_: pytest.fail("memory was allocated"))
     q, k, v = rng.standard_normal((3, 6, 4))
     with pytest.raises(error) as caught:
         pda_numba.attention(Foreign(q), Foreign(k), wrong(v))
@@ -174,7 +174,7 @@ def test_bad_device_arrays(wrong, error, words, rng, monkeypatch):
 )
 def test_bad_out_on_a_gpu(make, error, words, rng, monkeypatch):
     with_driver(monkeypatch)
-    monkeypatch.setattr(pda_numba.api, "place", lambda *_: pytest.fail("memory was allocated"))
+    monkeypatch.setattr(pda_numba.call, "place", lambda *_: pytest.fail("memory was allocated"))
     q, k, v = rng.standard_normal((3, 6, 4))
     with pytest.raises(error, match=r"^out must") as caught:
         pda_numba.attention(Foreign(q), Foreign(k), Foreign(v), out=make(q))

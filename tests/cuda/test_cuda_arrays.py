@@ -121,7 +121,7 @@ def test_a_head_that_does_not_fit(rng, monkeypatch):
 
 def test_auto_falls_back_where_a_head_does_not_fit(rng, monkeypatch):
     monkeypatch.setattr(Cuda, "free_bytes", lambda self: 200)
-    monkeypatch.setattr(pda_numba.api, "resolve_device", lambda *_, **__: ("cuda", "auto: fast"))
+    monkeypatch.setattr(pda_numba.call, "resolve_device", lambda *_, **__: ("cuda", "auto: fast"))
     _, info = attention(*problem(rng), **EXACT)
     assert info.device == "cpu"
     assert "do not fit" in info.device_reason
