@@ -1,5 +1,8 @@
 """Adapters: each against its library's own exact attention on small sizes, values and gradients; jit, vmap, dtypes."""
 
+import gc
+import weakref
+
 import naive
 import numpy as np
 import pytest
@@ -52,6 +55,24 @@ def test_autograd_gets_every_gradient_from_one_backward_pass(monkeypatch):
     out, (dq, dk, dv) = expected([x, 2 * x, x * x], LOW_RANK, 2 * pda_numba.attention(x, 2 * x, x * x, **LOW_RANK))
     np.testing.assert_allclose(own, dq + 2 * dk + 2 * x * dv, rtol=1e-4, atol=1e-4 * np.abs(own).max())  # float32
     np.testing.assert_array_equal(room.attention(x, 2 * x, x * x, **LOW_RANK), out)
+
+
+def test_autograd_keeps_nothing_when_it_is_done(arrays, monkeypatch):
+    autograd = pytest.importorskip("autograd")
+    from pda_numba.interop import autograd as room
+
+    kept, original = [], room.attention_forward
+
+    def forward(*given, **options):
+        out, residuals = original(*given, **options)
+        kept.append(weakref.ref(residuals))
+        return out, residuals
+
+    monkeypatch.setattr(room, "attention_forward", forward)
+    autograd.grad(lambda q: (room.attention(q, arrays[1], arrays[2]) ** 2).sum())(arrays[0])
+    gc.collect()
+    assert len(kept) == 1
+    assert kept[0]() is None
 
 
 def test_autograd_says_that_there_is_no_second_derivative(arrays):

@@ -42,19 +42,17 @@ def attention(q, k, v, **options):
     """
     if not any(isbox(x) for x in (q, k, v)):
         return pda_numba.attention(q, k, v, **options)
-    kept = []  # lives as long as this call's node of the graph
+    return _forward(q, k, v, [], options)
 
-    @primitive
-    def forward(q, k, v):
-        out, residuals = attention_forward(q, k, v, **options)
-        kept.append(residuals)
-        return out
 
-    def make_vjp(argnums, _out, _arguments, _options):
-        return lambda dout: _pull_back(kept[0], dout, argnums)
+@primitive
+def _forward(q, k, v, kept, options):
+    out, residuals = attention_forward(q, k, v, **options)
+    kept.append(residuals)  # lives as long as this call's node of the graph
+    return out
 
-    defvjp_argnums(forward, make_vjp)
-    return forward(q, k, v)
+
+defvjp_argnums(_forward, lambda argnums, _out, given, _: lambda dout: _pull_back(given[3][0], dout, argnums))
 
 
 def _pull_back(residuals, dout, argnums):
