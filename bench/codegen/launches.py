@@ -129,6 +129,32 @@ def _fill_memory(values):
     Cuda.empty = filled
 
 
+def gradient_calls():
+    """The same for the backward pass."""
+    import ml_dtypes
+    import numpy as np
+
+    import pda_numba
+
+    rng = np.random.default_rng(0)
+    options = {"device": "cuda", "check_finite": False}
+    fixed = options | {"method": "pda", "rank": 8, "tol": None}
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+        q, k, v = (rng.standard_normal((2, 2200, 8)).astype(dtype) for _ in range(3))
+        ways = [fixed, options | {"method": "exact"}]
+        if np.dtype(dtype).itemsize > 2:
+            ways += [fixed | {"proj_dim": 4, "projection": kind} for kind in ("pca", "srht")]
+            ways += [fixed | {"proj_dim": 4, "projection": kind, "calibrate": False} for kind in ("pca", "srht")]
+        for way in ways:
+            for move in (np.asarray, _on_device) if np.dtype(dtype).name != "bfloat16" else (np.asarray,):
+                out, residuals = pda_numba.attention_forward(*map(move, (q, k, v)), **way)
+                pda_numba.attention_backward(residuals, out, return_info=True)
+    q, k, v = (_on_device(rng.standard_normal((2200, 2, 8), dtype=np.float32), (1, 0, 2)) for _ in range(3))
+    for way in (fixed, options | {"method": "exact"}):
+        out, residuals = pda_numba.attention_forward(q, k, v, **way)
+        pda_numba.attention_backward(residuals, out)
+
+
 def calls():
     """Tiny calls that go every way through the pipeline."""
     import ml_dtypes
@@ -179,6 +205,7 @@ def main():
     _fill_memory(values)
     for values[0] in (0, 1):
         calls()
+        gradient_calls()
     print(json.dumps(sorted(seen)))
 
 
