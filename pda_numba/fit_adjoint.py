@@ -39,7 +39,6 @@ def _decompose(features, target, weight, rank, width, squares, vt, right, work):
     own_right = view(work, 0, (rank, right.shape[1]))
     own_vt = view(work, rank * right.shape[1], (padded(rank), rank))
     rest = work[rank * right.shape[1] + padded(rank) * rank :]
-    barrier()
     decompose(features, target, weight, rank, width, squares, own_vt, own_right, rest)
     barrier()
     for i in range(member(), rank, members()):

@@ -58,8 +58,8 @@ def _row(q, k, v, row, factor, lse, window, d_target, room, slopes, dq, dk, dv):
     for start in range(max(row - window, 0), stop, TILE):
         count = min(TILE, stop - start)
         score_keys(room, k, start, count)
+        # the sum over the team is a barrier too: weights and slopes are there after it
         total += team_sum(_weigh_keys(v, start, count, lse, d_target, room[2], slopes))
-        barrier()
         for d in range(member(), q.shape[1], members()):
             room[1, d] = widen(q[row, d]) * scale
         _add_band(k, start, count, scale, room[2], slopes, room[1], d_target, dq, dk, dv)

@@ -36,6 +36,11 @@ def _number(drawn_pi, fitted, flagged, flags, held, helds, lost, losses, rows, l
     probability 0 holds some row, which is exact too: it may be anywhere else in the list, or several times.
     """
     uniform = fitted - drawn_pi.shape[0]
+    if member() == 0:  # the first of several such slots stays, unless the row is listed elsewhere
+        for p in range(fitted - 1, uniform - 1, -1):
+            if drawn_pi[p - uniform] <= 0:
+                slot[rows[p]] = p + 1
+    barrier()
     for p in range(member(), fitted, members()):
         if p < uniform or drawn_pi[p - uniform] > 0:
             slot[rows[p]] = p + 1
@@ -46,11 +51,6 @@ def _number(drawn_pi, fitted, flagged, flags, held, helds, lost, losses, rows, l
             slot[lost[p]] = LOST
         else:
             lost[p] = 0
-    barrier()
-    if member() == 0:
-        for p in range(uniform, fitted):
-            if slot[rows[p]] == 0:
-                slot[rows[p]] = p + 1
     barrier()
     for p in range(member(), rows.shape[0], members()):
         behind = p >= fitted + flags if p < fitted + flagged.shape[0] else p >= fitted + flagged.shape[0] + helds
