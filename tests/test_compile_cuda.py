@@ -31,7 +31,7 @@ def test_every_driver_is_launched_by_some_call(recorded):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # the first that asks for the code waits for all of it
+@pytest.mark.timeout(3600)  # the first that asks for the code waits for all of it
 def test_every_driver_compiles(codes):
     assert not [f"{code}: {code.error}" for code in codes if code.error]
 
