@@ -137,10 +137,9 @@ def small(rng, n=97, m=150, d=4, e=3, heads=3):
 
 def pass_of(problem, heads, rank, out, norm, state):
     device = problem.device
-    work = device.empty(state.shape, np.float64)
     report = device.zeros((len(heads), COLUMNS), np.float64)
     arrays = (copied(device, x) for x in (out, norm, state))
-    return finish._Pass(problem, heads, device.upload(rank), *arrays, work, report)
+    return finish._Pass(problem, heads, device.upload(rank), *arrays, report)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -251,7 +250,7 @@ def test_finish(order, rng):
         out = device.zeros((3, 210, 3), np.float32)
         with order():
             solved = made_up_fit(problem, heads, 8, 16)
-            report = finish.finish(problem, heads, solved, 8, 0.2, ranges, out, Clock())
+            report, _ = finish.finish(problem, heads, solved, 8, 0.2, ranges, out, Clock())
         outcomes.append((host(out), host(report)))
     (out, report), (on_gpu, report_gpu) = outcomes
     # float32: sums over eight landmarks, logits up to 10

@@ -70,9 +70,10 @@ def test_choice_of_the_trial(rng):
     found = np.array([0, 7, 500])
     for order in ORDERS:
         chosen, ranks, slope = ([device.zeros((3,), t) for _ in range(k)] for t, k in ((int, 3), (int, 2), (float, 1)))
+        temperature = device.zeros((3,), float)
         up = device.upload
         with order():
-            device.run(None, solve._choose_trial_cuda, (1,), up(loo), up(windows), *chosen)
+            device.run(None, solve._choose_trial_cuda, (1,), up(loo), up(windows), *chosen, temperature)
             device.run(None, solve._halve_cuda, (1,), up(found), *ranks)
             device.run(None, solve._fall_cuda, (1,), up(loo[:3].copy()), up(loo[3:6].copy()), *slope)
         judged = (loo * 1.1 ** np.arange(3)).reshape(3, -1).argmin(axis=1)
@@ -80,6 +81,7 @@ def test_choice_of_the_trial(rng):
         np.testing.assert_array_equal(tile, np.arange(3) * count + judged // 3)
         np.testing.assert_array_equal(table, tile * 3 + judged % 3)
         np.testing.assert_array_equal(window, windows[0][judged % 3])
+        np.testing.assert_array_equal(host(temperature), np.array(solve.TEMPERATURES)[judged // 3])
         np.testing.assert_array_equal(np.stack([*map(host, ranks)]), [[0, 7, 64], [1, 3, 250]])
         np.testing.assert_allclose(host(*slope), np.log2(loo[:3, 0] / loo[3:6, 0]), rtol=1e-14, atol=1e-15)
 
