@@ -4,29 +4,55 @@ The simulator runs every CUDA thread in a thread of the operating system, and as
 a barrier: minutes for what takes a second here, where the threads of a block are fibers (greenlets) and each runs until
 its next barrier. The order is fixed, forwards or backwards, so that a missing barrier gives a wrong result every time.
 Shared memory starts as NaN.
+
+What takes most of the time, and is the same everywhere, is done at once: the register block of a product of tiles by
+NumPy, and the steps of a reduction without the barriers between them. `as_written` does them as the package does.
 """
 
 import contextlib
+import functools
 import sys
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel, kernelapi
 
+from pda_numba.kernels import team, tile
+
 _BACKWARDS = [False]
 _SKIPPED: set = set()
 _SEEN: set = set()
+_PLACES: dict = {}
+
+
+def _barrier(self=None):
+    frame = sys._getframe(1)
+    if frame.f_code is team.barrier.__code__:
+        frame = frame.f_back
+    key = id(frame.f_code), frame.f_lasti  # the number of a line is dear
+    if key not in _PLACES:
+        _PLACES[key] = (frame.f_code.co_filename, frame.f_lineno), frame.f_code  # which lives on, and with it its id
+    place = _PLACES[key][0]
+    _SEEN.add(place)
+    if place not in _SKIPPED:
+        getcurrent().parent.switch()
 
 
 class _Fiber(greenlet):
-    def __init__(self, run, block, thread):
+    """One thread; to the bodies of a team also the simulator's module."""
+
+    syncthreads = staticmethod(_barrier)
+
+    def __init__(self, run, block, thread, reduction):
         super().__init__(run)
-        self.blockIdx, self.threadIdx = kernelapi.Dim3(*block), kernelapi.Dim3(*thread)
+        self.blockIdx, self.threadIdx, self.reduction = kernelapi.Dim3(*block), kernelapi.Dim3(*thread), reduction
+        module = kernel._get_kernel_context()
+        self.blockDim, self.shared = module.blockDim, module.shared
 
 
 class _Block(kernel.BlockManager):
     def run(self, grid_point, *args):
-        points = list(np.ndindex(*self._block_dim))
+        points, reduction = list(np.ndindex(*self._block_dim)), ({}, {})
         if _BACKWARDS[0]:
             grid_point = tuple(n - 1 - i for n, i in zip(self._grid_dim, grid_point, strict=True))
 
@@ -34,7 +60,7 @@ class _Block(kernel.BlockManager):
             with np.errstate(all="ignore"):  # integers that wrap around, as hashes do
                 self._f(*args)
 
-        live = [_Fiber(thread, grid_point, point) for point in points]
+        live = [_Fiber(thread, grid_point, point, reduction) for point in points]
         while live:
             for fiber in reversed(live) if _BACKWARDS[0] else live:
                 fiber.switch()
@@ -53,14 +79,57 @@ class _Shared(kernelapi.FakeCUDAShared):
         return self._allocations[place]
 
 
-def _barrier(self=None):
-    frame = sys._getframe(1)
-    if frame.f_code.co_name == "barrier":
-        frame = frame.f_back
-    place = frame.f_code.co_filename, frame.f_lineno
-    _SEEN.add(place)
-    if place not in _SKIPPED:
-        getcurrent().parent.switch()
+# --- at once ---
+
+_IN_STEPS, _OUTER = team._simulate, tile._outer
+_COMBINE = {team._fold_sum: np.add, team._fold_max: lambda a, b: np.where(b > a, b, a)}  # as `max` treats NaN
+
+
+def _reduce(fold, x, size):
+    """The same sums in the same order, for a whole group, by the first of it to come back."""
+    if fold not in _COMBINE:
+        return _IN_STEPS(fold, x, size)
+    fiber = getcurrent()
+    own, (values, results) = fiber.threadIdx.x, fiber.reduction
+    values[own] = x
+    results.clear()
+    _SEEN.add((team.__file__, 0))
+    fiber.parent.switch()
+    first = own - own % size
+    if first not in results:
+        left = np.array([values[t] for t in range(first, first + size)])
+        while left.size > 1:
+            left = _COMBINE[fold](*np.split(left, 2))
+        results[first] = left[0]
+    result = results[first]
+    fiber.parent.switch()
+    return result
+
+
+@functools.cache
+def _places(first, count, block, a):
+    return first + np.array([block(x, 0, a) for x in range(count)])
+
+
+def _multiply(acc, left, right, rows, i, query, buffers, j, key, a, b):
+    left[:a] = rows[i][_places(query, a, tile.block_query, a)]
+    right[:b] = buffers[j][_places(key, b, tile.block_key, a)]
+    product = acc.reshape(b, a)
+    product += right[:b, None] * left[:a]
+
+
+def _at_once():
+    team._simulate, tile._outer = _reduce, _multiply
+
+
+@contextlib.contextmanager
+def as_written():
+    """Nothing is done at once."""
+    team._simulate, tile._outer = _IN_STEPS, _OUTER
+    try:
+        yield
+    finally:
+        _at_once()
 
 
 def install():
@@ -71,6 +140,8 @@ def install():
     kernelapi.FakeCUDAModule.blockIdx = property(lambda self: getcurrent().blockIdx)
     kernelapi.FakeCUDAModule.syncthreads = _barrier
     kernel.FakeWithinKernelCUDAArray = lambda array: array._ary  # plain arrays index faster than their wrappers
+    team._simulated = getcurrent
+    _at_once()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,8 @@
 """Movement of data on the device, and the team's reductions."""
 
+import contextlib
+import itertools
+
 import numpy as np
 import pytest
 import simulator
@@ -7,9 +10,13 @@ from common import host
 
 from pda_numba._jit import cuda_kernel
 from pda_numba.device import CPU, Cuda
-from pda_numba.kernels.team import barrier, member, members, part, sum_before, team_max, team_sum
+from pda_numba.kernels.team import barrier, group_max, group_sum, member, members, part, sum_before, team_max, team_sum
 
 pytestmark = pytest.mark.cudasim
+
+
+WAYS = [contextlib.nullcontext, simulator.as_written]
+ORDERS = [contextlib.nullcontext, simulator.backwards]
 
 
 @pytest.fixture
@@ -54,16 +61,41 @@ def _reduce(x, out):
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 97, 500])
-def test_reductions(size, rng, device):
-    x, out = rng.standard_normal(size), np.zeros(3)
-    _reduce.launch(1, 0, x, out)
+def test_reductions(size, rng):
+    x = rng.standard_normal(size)
     per_member = -(-size // 64)
     sums = [x[i : i + per_member].sum() for i in range(0, 64 * per_member, per_member)]
-    np.testing.assert_allclose(out, [x.sum(), max(sums), size], rtol=1e-12, atol=1e-12)
-    again = np.zeros(3)
-    with simulator.backwards():
-        _reduce.launch(1, 0, x, again)
-    np.testing.assert_array_equal(out, again)
+    found = []
+    for way, order in itertools.product(WAYS, ORDERS):
+        found.append(np.zeros(3))
+        with way(), order():
+            _reduce.launch(1, 0, x, found[-1])
+    np.testing.assert_allclose(found[0], [x.sum(), max(sums), size], rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(found, np.tile(found[0], (4, 1)))
+
+
+@cuda_kernel(64)
+def _reduce_groups(x, out):
+    own = x[member()]
+    size = 1
+    while size <= 64:
+        out[0, member()] += group_sum(own, size)
+        out[1, member()] += group_max(own, size)
+        size *= 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_groups_at_once_are_those_as_written(dtype, rng):
+    x = rng.standard_normal(64).astype(dtype)
+    x[5] = np.nan  # which `max` keeps or not, by its place
+    found = []
+    for way in WAYS:
+        found.append(np.zeros((2, 64), dtype))
+        with way():
+            _reduce_groups.launch(1, 0, x, found[-1])
+    np.testing.assert_array_equal(*found)
+    assert np.isnan(found[0][0]).all()
+    assert not np.isnan(found[0][1]).all()
 
 
 @cuda_kernel(64)
@@ -82,4 +114,5 @@ def test_every_barrier_of_the_reductions_is_needed(rng):
         _reduce_again.launch(1, 0, x, out)
         return out
 
-    assert not simulator.barriers_without_effect(run, "team.py")
+    with simulator.as_written():
+        assert not simulator.barriers_without_effect(run, "team.py")

@@ -1,11 +1,15 @@
 """Features, nearest centres and squares on the device, against the CPU drivers."""
 
+import contextlib
+import itertools
+
 import numpy as np
 import problems
 import pytest
 import simulator
 from common import host, on_cuda
 
+from pda_numba.kernels import tile
 from pda_numba.kernels.simd import padded
 from pda_numba.products import features, nearest, squares
 
@@ -57,7 +61,26 @@ def test_squares(rng):
     np.testing.assert_allclose(host(squares(device, heads, device.device.upload(directions))), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("element", [np.float32, np.float64])
+def test_a_register_block_at_once_is_that_as_written(element, rng):
+    """For every thread: b keys or a value columns by a queries."""
+    a, width = tile.geometry(element).a, tile.geometry(element).columns
+    rows, buffers = (rng.standard_normal((5, n)).astype(element) for n in (tile.THREADS, width))
+    for b, t in itertools.product((tile.KEYS_PER_THREAD, a), range(tile.THREADS)):
+        query = tile.swizzle(3, tile.block_query(0, t, a), tile.THREADS)
+        key = tile.swizzle(3, tile.block_key(0, t, a), a * b)
+        start, found = rng.standard_normal(a * b).astype(element), []
+        for way in (contextlib.nullcontext, simulator.as_written):
+            acc, left, right = start.copy(), np.empty(a, element), np.empty(a, element)
+            with way():
+                tile._outer(acc, left, right, rows, 2, query, buffers, 4, key, a, b)
+            found.append((acc, left, right[:b]))
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_every_barrier_is_needed(rng):
     _, device, heads = make(rng, 70, 70, heads=1)
     directions = device.device.upload(tiles(rng, 1, 40, 70))
-    assert not simulator.barriers_without_effect(lambda: host(squares(device, heads, directions)))
+    with simulator.as_written():
+        assert not simulator.barriers_without_effect(lambda: host(squares(device, heads, directions)))
