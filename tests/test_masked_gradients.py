@@ -10,30 +10,35 @@ from autograd import grad
 from autograd.scipy.special import logsumexp
 
 from pda_numba import attention_backward, attention_forward
-from pda_numba.masked import blocks, seen_problem, worth
-from pda_numba.rectangles import divide
+from pda_numba.masked import seen_problem
+from pda_numba.parts import blocks, layouts
 
 PDA = {"method": "pda", "rank": 12, "tol": None}
 MASKS = ["causal", "holes", "lengths, causal", "holes, causal", "packed, causal", "rows"]
 
 
 class Part:
-    """One rectangle with its choices held fixed."""
+    """One head's share of a rectangle with its choices held fixed; `queries` are the heads of q that share it."""
 
-    def __init__(self, problem, part, place, rectangle, q, k, v):
+    def __init__(self, problem, part, place, rectangle, queries, own, q, k, v):
+        self.queries, self.own = queries, own * rectangle.queries
         self.rows = slice(rectangle.query, rectangle.query + rectangle.queries)
         self.keys = slice(rectangle.key, rectangle.key + rectangle.keys)
         self.choice = frozen.choices(problem, part, place)
-        own = q[self.rows], k[self.keys], v[self.keys]
+        own = self.inputs(q, k, v)
         self.penalty = frozen.penalty(*own, self.choice)
         raw = frozen.fitted_rows(*own, self.choice, self.penalty)
         low, high = own[2].min(axis=0), own[2].max(axis=0)
         self.clipped = np.where(raw < low, low, np.where(raw > high, high, np.nan))
 
+    def inputs(self, q, k, v):
+        """From all heads of q, and the keys and values of the group."""
+        return anp.concatenate([q[h][self.rows] for h in self.queries]), k[self.keys], v[self.keys]
+
     def __call__(self, q, k, v):
-        own = q[self.rows], k[self.keys], v[self.keys]
-        out = frozen.forward(*own, self.choice, self.penalty, self.clipped)
-        return out, frozen.normalisers(*own, self.choice, self.penalty)
+        inputs, own = self.inputs(q, k, v), slice(self.own, self.own + self.rows.stop - self.rows.start)
+        out = frozen.forward(*inputs, self.choice, self.penalty, self.clipped)
+        return out[own], frozen.normalisers(*inputs, self.choice, self.penalty)[own]
 
 
 class FrozenHead:
@@ -47,24 +52,28 @@ class FrozenHead:
         self.query, self.key = call.problem.query_head[head], call.problem.key_head[head]
         self.keys = np.arange(problem.shape[1]) if self.pattern.keys is None else self.pattern.keys
         self.seen = between(self.pattern.spans(n), len(self.keys))
-        self.leaves = between(divide(self.pattern.segments, n, worth(problem, call.options))[0], len(self.keys))
+        for layout in layouts(problem, kept.heads, call.mask, call.options):
+            if place in layout.groups:
+                self.leaves = between(layout.spans, len(self.keys))
         self.exact = np.arange(n) if kept.exact[place] else self.pattern.exact_rows
         self.scale, self.parts = problem.scale, []
-        q, k, v = self.own(*arrays)
+        every, (_, k, v) = arrays[0], self.own(*arrays)
         for group in kept.groups:
-            parts = blocks(problem, kept.heads, group.members, group.shape, group.shape[0])
+            parts = blocks(problem, kept.heads, group.members, group.shape)
             for part in group.parts:
                 for i, member in enumerate(part.heads):
-                    owner, rectangle = group.members[member]
-                    if owner == place:
-                        self.parts.append(Part(parts.problem, part, i, rectangle, q, k, v))
+                    places, rectangle = group.members[member]
+                    if place in places:
+                        queries = problem.query_head[kept.heads[list(places)]]
+                        chosen = parts.problem, part, i, rectangle, queries, places.index(place)
+                        self.parts.append(Part(*chosen, every, k, v))
 
     def own(self, q, k, v):
         """The head's arrays, from those of all heads."""
         return q[self.query], k[self.key][self.keys], v[self.key][self.keys]
 
     def __call__(self, q, k, v):
-        q, k, v = self.own(q, k, v)
+        every, (q, k, v) = q, self.own(q, k, v)
         direct = self.scale * (q @ k.T)
         outs, logs = [], []
         for rows, visible in ((slice(None), self.leaves),):
@@ -72,7 +81,7 @@ class FrozenHead:
             outs.append(weights @ v)
             logs.append(log)
         for part in self.parts:
-            out, log = part(q, k, v)
+            out, log = part(every, k, v)
             before, after = part.rows.start, len(q) - part.rows.stop
             outs.append(anp.concatenate([anp.zeros((before, v.shape[1])), out, anp.zeros((after, v.shape[1]))]))
             logs.append(anp.concatenate([anp.full(before, NOTHING), log, anp.full(after, NOTHING)]))
@@ -101,7 +110,7 @@ def masked(scores, visible):
 @pytest.fixture(params=MASKS, scope="module")
 def case(request):
     options, _ = masks.MASKS[request.param](700, 760, 2)
-    arrays = masks.problem(700, 760, batch=2, group=1, dtype=np.float64)
+    arrays = masks.problem(700, 760, batch=2, key_heads=1, dtype=np.float64)
     out, residuals = attention_forward(*arrays, **PDA, **options)
     dout = np.random.default_rng(3).standard_normal(out.shape)
     gradients = attention_backward(residuals, dout)
