@@ -17,7 +17,7 @@ from numba import prange
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .backward import Gradients, apart, backward, cotangents
 from .dense import scatter_rows
-from .kernels.team import barrier, member, members, team_max, team_sum
+from .kernels.team import member, members, team_max, team_sum
 from .masked import compact_pairs, seen_problem
 from .parts import blocks, gradient_blocks, layouts, part_ranges
 from .rows_adjoint import rows_adjoint
@@ -43,7 +43,6 @@ def _list(which, count, quiet, parts, listed):
     """The lse of listed rows, infinite behind the list; these rows do not count in the parts."""
     for i in range(member(), which.shape[0], members()):
         listed[i] = quiet[which[i]] if i < count else listed.dtype.type(np.inf)
-    barrier()
     for i in range(member(), count, members()):
         parts[which[i]] = np.inf
 
