@@ -6,7 +6,8 @@ import numpy as np
 
 from .steps import Queries
 
-AUDITS = 1 / 16  # of the answers are compared with the exact ones
+# An answer is audited with chance AUDITS, or FIRST / its number since the fit if that is more.
+AUDITS, FIRST = 1 / 16, 2.0
 _DRAWS = 1024  # positions whose audits are drawn together
 _PATIENCE, _LONGEST = 128, 2**14  # answers after which a fit has paid for the next one, at first and at most
 _MANY, _MOST_BEYOND = 16, 0.5  # a model is given up when more queries, and more than this share, are beyond its reach
@@ -24,10 +25,10 @@ class Rows:
 
 
 class Draws:
-    """Which answers are audited: a function of seed, head and position alone."""
+    """Numbers in [0, 1) that decide which answers are audited: a function of seed, head and position alone."""
 
     def __init__(self, seed, heads):
-        self.seed, self.heads, self.known = seed, heads, (-1, np.zeros((0, heads), bool))
+        self.seed, self.heads, self.known = seed, heads, (-1, np.zeros((0, heads)))
 
     def __call__(self, first, count):
         """Of the positions first .. first + count: (heads, count)."""
@@ -38,7 +39,7 @@ class Draws:
     def _block(self, number):
         if self.known[0] != number:
             generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
-            self.known = number, generator.random((_DRAWS, self.heads)) < AUDITS
+            self.known = number, generator.random((_DRAWS, self.heads))
         return self.known[1]
 
 
@@ -49,6 +50,11 @@ class Schedule:
         self.now, self.fits = 0, np.zeros(heads, np.int64)
         self.since, self.wait = np.zeros(heads, np.int64), np.full(heads, _PATIENCE)
         self.beyond, self.over = np.zeros(heads, np.int64), np.zeros(heads, bool)
+
+    def audit_chance(self, count):
+        """Of the next answers: (heads, count)."""
+        age = (self.now - self.since)[:, None] + 1 + np.arange(count)
+        return np.clip(FIRST / age, AUDITS, 1)
 
     def note_beyond(self, beyond):
         self.beyond += beyond.sum(axis=1)

@@ -11,7 +11,6 @@ last fit has lasted long enough to pay for another.
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,65 +18,18 @@ from . import _validate
 from ._cache import Ring, Storage
 from ._jit import announce_slow_compilation
 from .api import attention
-from .device import CPU, Cuda, estimated_seconds, open_stream, resolve_device
 from .cadence import Draws, Rows, Schedule, Values
-from .fitting import HELD, Models, longest_rank, ranks_to_try, trusted
-from .info import _table
+from .device import CPU, Cuda, estimated_seconds, open_stream, resolve_device
+from .fitting import HELD, Models, longest_rank, ranks_to_try
+from .info import DecodeInfo
 from .ledger import Ledger
 from .plan import exact_flops
 from .scan import find_ranges
-from .steps import Queries, blend, over_keys, over_model
+from .steps import Queries, blend, over_keys, over_model, with_model
 
 _STEPS_AHEAD = 1000  # for device="auto": how many steps a cache is made for
 _GAP = 8  # the fitted queries stay recent / _GAP keys away from the boundary
 _GROWTH = 16  # a fit is renewed when the recent keys have grown by the length / _GROWTH
-
-
-@dataclass(frozen=True)
-class DecodeInfo:
-    """How `AttentionCache.attend` computed its answers; arrays have one entry per head, in the shape of q's leading axes.
-
-    The statement is about all answers since the head's last refresh, these ones included.
-
-    Attributes
-    ----------
-    method : ndarray of str
-        "pda" where the head has a model of its past, "exact" where it has none.
-    error : ndarray of float
-        Estimate of |out - exact|_F / |exact|_F.
-    error_limit : ndarray of float
-        Upper limit of the same, at 95 % confidence.
-    row_error : ndarray of float
-        Largest error |out_i - exact_i| of the model seen in an audit, relative to the root mean square of |out_i|.
-    share : ndarray of float
-        With 95 % confidence at least this share of the answers is off by no more than `row_error`.
-    rank : ndarray of int
-        Landmarks of the model, 0 for none.
-    recent : ndarray of int
-        Keys that were attended to exactly by every query.
-    audits : ndarray of int
-        Random comparisons with the exact answer since the last refresh.
-    exact : ndarray of int
-        Answers of this call that are exact.
-    refreshes : ndarray of int
-        Fits so far, those that were not good enough included.
-    """
-
-    method: np.ndarray
-    error: np.ndarray
-    error_limit: np.ndarray
-    row_error: np.ndarray
-    share: np.ndarray
-    rank: np.ndarray
-    recent: np.ndarray
-    audits: np.ndarray
-    exact: np.ndarray
-    refreshes: np.ndarray
-
-    def __str__(self):
-        forms = {"method": "s", "error": ".2e", "error_limit": ".2e", "row_error": ".2e", "share": ".3f"}
-        names = [f.name for f in dataclasses.fields(self)]
-        return _table(self.method.shape, [(name, getattr(self, name), forms.get(name, "d")) for name in names])
 
 
 class AttentionCache:
@@ -102,6 +54,8 @@ class AttentionCache:
         None the model is used whatever its error, and refreshed only as the sequence grows.
     recent : int, default 2048
         The model is fitted to so many queries, and at least so many keys are attended to exactly.
+    method : {"auto", "exact"}
+        "exact" never fits a model.
     scale : float, optional
         Factor on the logits, by default 1/sqrt(D).
     seed : int
@@ -145,6 +99,7 @@ class AttentionCache:
         rank=None,
         tol=1e-2,
         recent=2048,
+        method="auto",
         scale=None,
         seed=0,
         device="auto",
@@ -157,6 +112,7 @@ class AttentionCache:
         self._rank = None if rank is None else _validate.whole("rank", rank, 1)
         self._tol = None if tol is None else _validate.positive("tol", tol)
         self._recent = _validate.whole("recent", recent, 2 * HELD)
+        self._method = _validate.choice("method", method, ("auto", "exact"))
         self._check_finite = _validate.flag("check_finite", check_finite)
         self._q_lead, self._k_lead = q.shape[:-2], k.shape[:-2]
         self._place = resolve_device(device, seconds=_seconds_ahead(problem))
@@ -269,11 +225,11 @@ class AttentionCache:
         return self._storage.nbytes + self._queries.nbytes + self._models.nbytes
 
     def __str__(self):
-        device = self._template.device.label
+        device, seed = self._template.device.label, self._template.seed
         return (
             f"{self._info(np.zeros_like(self._models.boundary))}\n"
-            f"{self.length:,} tokens, {self.nbytes / 2**20:.1f} MiB, device {device} ({self._place[1]}), {self._dtype}, "
-            f"tol {self._tol}, seed {self._template.seed}"
+            f"{self.length:,} tokens, {self.nbytes / 2**20:.1f} MiB, device {device} ({self._place[1]})\n"
+            f"{self._dtype}, tol {self._tol}, seed {seed}"
         )
 
     def __repr__(self):
@@ -323,19 +279,18 @@ class AttentionCache:
     def _guess(self, problem, rows, start, near, model):
         """The model's answers, but for the rows that are audited, beyond its reach, or of heads that exceed tol."""
         device, modelled = problem.device, start > 0
-        far, far_lse, leverage = over_model(problem, rows.queries, model)
-        guess, lse = blend(problem, near, (far, far_lse))
-        guess, lse, far_lse, leverage = (device.download(x) for x in (guess, lse, far_lse, leverage))
-        reach = np.repeat(self._models.reach(), rows.count)
-        within = trusted(lse, far_lse, leverage, reach)
+        guess, leverage = with_model(problem, near, over_model(problem, rows.queries, model))
+        guess, leverage = device.download(guess), device.download(leverage)
+        within = leverage <= np.repeat(self._models.reach(), rows.count)
         guess = np.where(modelled[:, None], self._values.clip(rows.head, guess), guess)
-        audited = modelled & within & self._drawn(rows.first, rows.count).ravel()
+        chance = self._schedule.audit_chance(rows.count)
+        audited = modelled & within & (self._drawn(rows.first, rows.count) < chance).ravel()
         beyond = modelled & ~within
         out = guess.copy()
         self._exactly(problem, rows, start, near, audited | beyond, out)
         errors = np.square(out - guess, dtype=np.float64).sum(axis=1)
         shape = rows.heads, rows.count
-        self._ledger.audit(audited.reshape(shape), errors.reshape(shape))
+        self._ledger.audit(audited.reshape(shape), errors.reshape(shape), chance)
         self._schedule.note_beyond(beyond.reshape(shape))
         exact = ~modelled | audited | beyond
         over = self._over(~exact.reshape(shape), np.square(out, dtype=np.float64).sum(axis=1).reshape(shape))
@@ -378,7 +333,9 @@ class AttentionCache:
             self._fit(np.flatnonzero(due))
 
     def _ranks(self):
-        """The ranks that are worth a fit now, and the boundary it would have."""
+        """The ranks that are worth a fit now, and the boundary it would have; None if there are none."""
+        if self._method == "exact":
+            return None
         known = min(self._queries.seen, self._recent)
         boundary = self.length - known - known // _GAP
         ranks = longest_rank(boundary, self.length - boundary, ranks_to_try(self._rank, known))
@@ -421,7 +378,7 @@ class AttentionCache:
 
 def _seconds_ahead(problem):
     """(CPU, GPU): what exact steps would take on either."""
-    n, m, d, e = problem.shape
+    _, m, d, e = problem.shape
     flops = len(problem.query_head) * exact_flops(_STEPS_AHEAD, m, d, e)
     return estimated_seconds(flops, "exact", problem.element.itemsize, problem.k.nbytes + problem.v.nbytes)
 
@@ -438,6 +395,7 @@ def prefill(
     rank=None,
     tol=1e-2,
     recent=2048,
+    method="auto",
     scale=None,
     seed=0,
     device="auto",
@@ -456,7 +414,7 @@ def prefill(
     causal : bool, default True
         Each token of the prompt attends to those up to its own, the last query to all keys. False lets every token
         attend to the whole prompt.
-    rank, tol, recent, scale, seed, device, check_finite
+    rank, tol, recent, method, scale, seed, device, check_finite
         As for `AttentionCache`.
 
     Returns
@@ -482,7 +440,8 @@ def prefill(
     ((4, 300, 16), 300)
     """
     _validate.flag("causal", causal)
-    chosen = {"rank": rank, "tol": tol, "scale": scale, "seed": seed, "device": device, "check_finite": check_finite}
+    chosen = {"rank": rank, "tol": tol, "method": method, "scale": scale, "seed": seed, "device": device}
+    chosen["check_finite"] = check_finite
     cache = AttentionCache(q, k, v, recent=recent, **chosen)
     return _prefill_attention(q, k, v, causal, chosen), cache
 

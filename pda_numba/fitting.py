@@ -16,11 +16,12 @@ from .past import HEAVY, compress
 from .plan import ROWS_PER_RANK
 from .problem import Problem
 from .rows import rows
-from .steps import Model, Queries, blend, over_keys, over_model
+from .steps import Model, Queries, blend, over_keys, over_model, with_model
 
 HELD = 64  # of the recent queries, the last: held out of the fit
 RANKS = (64, 128, 256)  # tried in this order without a rank of the caller's
-_LEAST_REACH = 1.0  # queries of a leverage up to this, or to that of a fitted row when left out, are within reach
+# Queries are within reach up to this multiple of the largest leverage of a fitted row when left out, and up to this.
+_REACH, _LEAST_REACH = 2.0, 2.0
 _WORTH = 3.0  # a model is tried where an exact step reads so many times the keys of a step with one
 _MOST_BEYOND = 0.25  # of the queries may be beyond its reach
 
@@ -56,12 +57,6 @@ def longest_rank(past, recent, ranks):
     return tuple(r for r in ranks if worth_fitting(past, recent, r) and r < past)
 
 
-def trusted(lse, far_lse, leverage, reach):
-    """Which answers the model may give: leverage relative to all of attention, `lse`, where it was to the past's."""
-    share = np.exp2(np.minimum(far_lse - lse, 0))
-    return np.isfinite(leverage) & (leverage * share * share <= reach)
-
-
 class Models:
     """The models of all heads of a cache, on the host and packed for the kernels."""
 
@@ -69,7 +64,7 @@ class Models:
         self.template, self.values = template, values
         self.of_head: list[HeadModel | None] = [None] * len(template.query_head)
         self.boundary = np.zeros(len(self.of_head), np.int64)
-        self.packed = None
+        self.packed: Model | None = None
 
     def put(self, head, model):
         self.of_head[head] = model
@@ -87,7 +82,8 @@ class Models:
 
     @property
     def nbytes(self):
-        return 0 if self.ready() is None else sum(x.nbytes for x in self.packed)
+        packed = self.ready()
+        return 0 if packed is None else sum(x.nbytes for x in packed)
 
     def fit(self, storage, queries, heads, boundary, ranks, tol):
         """Models of the keys before `boundary` for heads that share their keys, None where none is good enough."""
@@ -99,7 +95,8 @@ class Models:
         problem = dataclasses.replace(template, q=known, k=keys, v=values, key_head=one)
         asked = dataclasses.replace(problem, q=held)
         exact, recent = self._exact(asked, storage, heads, boundary)
-        left, seen, models = np.asarray(heads), None, {}
+        models: dict[int, HeadModel] = {}
+        left, seen = np.asarray(heads), None
         for rank in ranks:
             past, seen = compress(problem, left, rank, seen)
             new = [_head_model(past, i, boundary) for i in range(len(left))]
@@ -135,11 +132,10 @@ class Models:
         every: list[HeadModel | None] = [None] * len(self.of_head)
         for h, model in zip(heads, models, strict=True):
             every[h] = model
-        out, lse, leverage = over_model(asked, _every(device, heads, HELD), self._pack(every))
-        guess, whole = blend(asked, (out, lse), tuple(device.upload(x) for x in near))
-        guess, whole, lse, leverage = (device.download(x) for x in (guess, whole, lse, leverage))
-        reach = np.repeat([m.reach for m in models], HELD)
-        within = trusted(whole, lse, leverage, reach).reshape(len(heads), HELD)
+        past = over_model(asked, _every(device, heads, HELD), self._pack(every))
+        guess, leverage = with_model(asked, tuple(device.upload(x) for x in near), past)
+        guess, leverage = device.download(guess), device.download(leverage)
+        within = leverage.reshape(len(heads), HELD) <= np.array([[m.reach] for m in models])
         guess = self.values.clip(np.repeat(heads, HELD), guess).reshape(truth.shape)
         squares, sizes = np.square(guess - truth).sum(axis=2), np.square(truth).sum(axis=2).mean(axis=1)
         account = Ledger(len(heads))
@@ -178,6 +174,6 @@ def _every(device, heads, count):
 
 def _head_model(past, i, boundary):
     heavy = past.heavy
-    count, reach = int(heavy.count[i]), max(float(past.leverage[i]), _LEAST_REACH)
+    count, reach = int(heavy.count[i]), max(_REACH * float(past.leverage[i]), _LEAST_REACH)
     parts = past.tiles[i], past.table[i], int(past.found[i]), heavy.k[i], heavy.v[i]
     return HeadModel(*parts, count, reach, boundary)

@@ -106,8 +106,9 @@ def compress(problem, heads, rank, seen=None):
     solved = solve(problem, heads, sample, options, rank, results, clock, slope=False, far=far)
     fitted = device.download(solved.row_leverage)
     largest = np.where(fitted < LEFT_ALONE, fitted, 0).max(axis=1)
-    parts = (device.download(x) for x in (solved.tiles, solved.table, solved.found))
-    return Past(*parts, Heavy(*(device.download(x) for x in heavy)), largest), solved.sample
+    tiles, table, found = (device.download(x) for x in (solved.tiles, solved.table, solved.found))
+    kept = Heavy(*(device.download(x) for x in heavy))
+    return Past(tiles, table, found, kept, largest), solved.sample
 
 
 def _heaviest(problem, heads, sample):

@@ -1,13 +1,16 @@
 """One decoding step: a few queries against ranges of the keys, against the compressed past, and the two put together.
 
     over_keys     lse = log sum_j exp(s_j)       o = sum_j exp(s_j - lse) v_j          j over a range of the keys
-    over_model    lse = log(E z_den + sum_h exp(s_h))                                  E_c = exp(scale q . S_c)
-                  o = exp(-lse) (E Z + sum_h exp(s_h) v_h)                             h over the heavy keys
+    over_model    [num, den] = E Z + sum_h exp(s_h) [v_h, 1]                           E_c = exp(scale q . S_c)
+                  lev = |E G|^2                                                        h over the heavy keys
     blend         lse = log(e^lse_a + e^lse_b)   o = e^(lse_a - lse) o_a + e^(lse_b - lse) o_b
+    with_model    d = e^lse_a + den              o = (e^lse_a o_a + num) / d           leverage = lev / d^2
 
 A decoding step is a handful of queries per head: every key is read once and little is done with it, so that a query
 goes over the keys alone, its vectors along the head dimension (`rows` puts the queries there). Ranges are cut into
-segments, whose results are merged in their order. `lse` is in units of log 2, and -inf where there is nothing.
+segments, whose results are merged in their order. `lse` is in units of log 2, and -inf where there is nothing; num and
+den are relative to 2^top, which is their row's largest exponential. den may well be negative where the past has hardly
+any weight: only d has to be positive.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +27,7 @@ from .kernels.simd import dot, two_schedules
 from .kernels.team import barrier, member, members, team_max, team_sum
 
 SEGMENT = 1024  # keys that are one piece of work
-_FEW = 16384  # products of queries and keys that one core is done with before the others are awake
+_FEW = 32768  # products of queries and keys that one core is done with before the others are awake
 _ROOM = 4  # query, key, scores, ones
 
 # --- bodies ---
@@ -151,44 +154,39 @@ def _merge_segments(partial_lse, partial_out, used, out):
 
 @shared
 def _model_row(q, row, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out):
-    """One query against landmarks and heavy keys: (lse, leverage relative to it); infinite where Z is no use.
+    """One query against landmarks and heavy keys: num into `out`; top, den and lev.
 
     `far (columns,)` and `near (E,)` are scratch.
     """
     values = out.shape[0]
     _prepare(room, q, row, factor)
-    top, _ = _attend(tiles, table, 0, rank, room, far)
-    peak, total = _attend(heavy_k, heavy_v, 0, heavy, room, near)
-    highest = larger(top, peak)
-    far_weight, near_weight = weight(top, highest), weight(peak, highest)
-    barrier()
-    normaliser = far[values] * far_weight + total * near_weight
+    far_top, _ = _attend(tiles, table, 0, rank, room, far)
+    near_top, total = _attend(heavy_k, heavy_v, 0, heavy, room, near)
+    top = larger(far_top, near_top)
+    far_weight, near_weight = weight(far_top, top), weight(near_top, top)
     square = out.dtype.type(0)
     for g in range(LEVERAGE_COLUMNS):
         square = add_square(square, far[values + 1 + g] * far_weight)
-    good = far[values] > 0 and normaliser > 0
     for e in range(member(), values, members()):
-        out[e] = (far[e] * far_weight + near[e] * near_weight) / normaliser if good else out.dtype.type(0)
-    if not good:
-        return -out.dtype.type(np.inf), out.dtype.type(np.inf)
-    return log_sum(highest, normaliser), square / (normaliser * normaliser)
+        out[e] = far[e] * far_weight + near[e] * near_weight
+    return top, far[values] * far_weight + total * near_weight, square
 
 
 @shared
 def _model_item(
-    r, q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, lse, leverage, out
+    r, q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
 ):
     """Row r, by a team; nothing where its head has no model."""
-    h = head[r]
-    value, lever = -lse.dtype.type(np.inf), lse.dtype.type(0)
+    h, zero = head[r], out.dtype.type(0)
+    top, den, square = -out.dtype.type(np.inf), zero, zero
     if rank[h]:
         model = tiles[h], table[h], rank[h], heavy_k[h], heavy_v[h], heavy[h]
-        value, lever = _model_row(q[query_head[h]], time[r], factor, *model, room, far, near, out[r])
+        top, den, square = _model_row(q[query_head[h]], time[r], factor, *model, room, far, near, out[r])
     else:
         for e in range(member(), out.shape[1], members()):
-            out[r, e] = 0
+            out[r, e] = zero
     if member() == 0:
-        lse[r], leverage[r] = value, lever
+        parts[r, 0], parts[r, 1], parts[r, 2] = top, den, square
     barrier()
 
 
@@ -201,6 +199,20 @@ def _blend(first, first_lse, second, second_lse, out):
     for e in range(member(), out.shape[0], members()):
         out[e] = (a * first[e] + b * second[e]) / total
     return log_sum(top, total)
+
+
+@shared
+def _with_model(near, near_lse, num, top, den, square, out):
+    """One row, by a team; returns its lse and leverage, infinite where d is not positive."""
+    highest = larger(near_lse, top)
+    a, b = weight(near_lse, highest), weight(top, highest)
+    total = a + b * den
+    good = total > 0
+    for e in range(member(), out.shape[0], members()):
+        out[e] = (a * near[e] + b * num[e]) / total if good else near[e]
+    if not good:
+        return near_lse, out.dtype.type(np.inf)
+    return log_sum(highest, total), b * b * square / (total * total)
 
 
 # --- CPU drivers ---
@@ -236,28 +248,35 @@ def _merge_cpu(partial_lse, partial_out, start, stop, lse, out):
 
 @cpu_kernel
 def _model_cpu(
-    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, lse, leverage, out
+    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
 ):
     pieces = room.shape[0]
     for p in prange(pieces):
-        for r in range(p, lse.shape[0], pieces):
+        for r in range(p, out.shape[0], pieces):
             model = tiles, table, rank, heavy_k, heavy_v, heavy, room[p], far[p], near[p]
-            _model_item(r, q, query_head, head, time, factor, *model, lse, leverage, out)
+            _model_item(r, q, query_head, head, time, factor, *model, out, parts)
 
 
 @serial_kernel
 def _small_model_cpu(
-    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, lse, leverage, out
+    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
 ):
-    for r in range(lse.shape[0]):
+    for r in range(out.shape[0]):
         model = tiles, table, rank, heavy_k, heavy_v, heavy, room[0], far[0], near[0]
-        _model_item(r, q, query_head, head, time, factor, *model, lse, leverage, out)
+        _model_item(r, q, query_head, head, time, factor, *model, out, parts)
 
 
 @serial_kernel
 def _blend_cpu(first, first_lse, second, second_lse, out, lse):
     for r in range(lse.shape[0]):
         lse[r] = _blend(first[r], first_lse[r], second[r], second_lse[r], out[r])
+
+
+@serial_kernel
+def _with_model_cpu(near, near_lse, num, parts, out, lse, leverage):
+    for r in range(lse.shape[0]):
+        model = num[r], parts[r, 0], parts[r, 1], parts[r, 2]
+        lse[r], leverage[r] = _with_model(near[r], near_lse[r], *model, out[r])
 
 
 # --- CUDA drivers: a team per row and segment, or for some of them ---
@@ -286,12 +305,12 @@ def _merge_cuda(partial_lse, partial_out, start, stop, lse, out):
 
 @cuda_kernel(128)
 def _model_cuda(
-    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, lse, leverage, out
+    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
 ):
     p = cuda.blockIdx.x
-    for r in range(p, lse.shape[0], cuda.gridDim.x):
+    for r in range(p, out.shape[0], cuda.gridDim.x):
         model = tiles, table, rank, heavy_k, heavy_v, heavy, room[p], far[p], near[p]
-        _model_item(r, q, query_head, head, time, factor, *model, lse, leverage, out)
+        _model_item(r, q, query_head, head, time, factor, *model, out, parts)
 
 
 @cuda_kernel(64)
@@ -300,6 +319,14 @@ def _blend_cuda(first, first_lse, second, second_lse, out, lse):
     value = _blend(first[r], first_lse[r], second[r], second_lse[r], out[r])
     if member() == 0:
         lse[r] = value
+
+
+@cuda_kernel(64)
+def _with_model_cuda(near, near_lse, num, parts, out, lse, leverage):
+    r = cuda.blockIdx.x
+    value, lever = _with_model(near[r], near_lse[r], num[r], parts[r, 0], parts[r, 1], parts[r, 2], out[r])
+    if member() == 0:
+        lse[r], leverage[r] = value, lever
 
 
 # --- stages ---
@@ -342,19 +369,18 @@ def over_keys(problem, rows, start, stop, longest):
 
 
 def over_model(problem, rows, model):
-    """The compressed past: `out (rows, E)`, `lse (rows,)` and `leverage (rows,)`."""
+    """The compressed past: num (rows, E), and (rows, 3): top, den, lev."""
     device, element, (_, _, dim, values) = problem.device, problem.element, problem.shape
     count = len(rows.head)
     pieces = min(count, device.pieces)
     room = device.empty((pieces, _ROOM, max(dim, TILE)), element)
     far, near = device.empty((pieces, model.table.shape[2]), element), device.empty((pieces, values), element)
-    lse, leverage = device.empty((count,), element), device.empty((count,), element)
-    out = device.empty((count, values), element)
+    out, parts = device.empty((count, values), element), device.empty((count, 3), element)
     place = problem.query_heads(np.arange(len(problem.query_head)))
-    task = problem.q, place, *rows, problem.factor, *model, room, far, near, lse, leverage, out
+    task = problem.q, place, *rows, problem.factor, *model, room, far, near, out, parts
     few = count * (model.tiles.shape[1] + model.heavy_k.shape[1]) < _FEW
     device.run(_small_model_cpu if few else _model_cpu, _model_cuda, (pieces,), *task)
-    return out, lse, leverage
+    return out, parts
 
 
 def blend(problem, first, second):
@@ -363,3 +389,11 @@ def blend(problem, first, second):
     out, lse = device.empty(first[0].shape, problem.element), device.empty(first[1].shape, problem.element)
     device.run(_blend_cpu, _blend_cuda, (len(lse),), *first, *second, out, lse)
     return out, lse
+
+
+def with_model(problem, near, past):
+    """An answer `(out, lse)` and what `over_model` says of the rest: out (rows, E) and leverage (rows,)."""
+    device, element = problem.device, problem.element
+    out, lse, leverage = (device.empty(x.shape, element) for x in (near[0], near[1], near[1]))
+    device.run(_with_model_cpu, _with_model_cuda, (len(lse),), *near, *past, out, lse, leverage)
+    return out, leverage
