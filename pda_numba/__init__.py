@@ -1,10 +1,11 @@
 """Attention over very long sequences for NumPy: linear time, a measured error, no PyTorch."""
 
 from .api import attention, estimate_error
-from .decode import AttentionCache, DecodeInfo, prefill
+from .decode import AttentionCache
 from .gradient import Residuals, attention_backward, attention_forward, attention_vjp
-from .info import AccuracyWarning, AttentionInfo, ErrorEstimate, GradientInfo
+from .info import AccuracyWarning, AttentionInfo, DecodeInfo, ErrorEstimate, GradientInfo
 from .plan import Plan, plan
+from .prefill import prefill
 from .project import project, projection_matrix, projection_pair
 
 __version__ = "0.1.0"

@@ -6,11 +6,11 @@ import numpy as np
 
 from .steps import Queries
 
-# An answer is audited with chance AUDITS, or FIRST / its number since the fit if that is more.
+# An answer of load 1 is audited with chance AUDITS, or FIRST / its number since the fit if that is more.
 AUDITS, FIRST = 1 / 16, 2.0
 _DRAWS = 1024  # positions whose audits are drawn together
 _PATIENCE, _LONGEST = 128, 2**14  # answers after which a fit has paid for the next one, at first and at most
-_MANY, _MOST_BEYOND = 16, 0.5  # a model is given up when more queries, and more than this share, are beyond its reach
+_MANY, _MOST_BEYOND = 16, 0.25  # a model is renewed when more queries, and more than this share, are beyond its reach
 _HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
 
 
@@ -47,28 +47,27 @@ class Schedule:
     """When a head may be fitted: a fit that lasts too short a time makes the head wait longer before the next one."""
 
     def __init__(self, heads):
-        self.now, self.fits = 0, np.zeros(heads, np.int64)
+        self.now, self.fits, self.taken = 0, np.zeros(heads, np.int64), np.zeros(heads, np.int64)
         self.since, self.wait = np.zeros(heads, np.int64), np.full(heads, _PATIENCE)
         self.beyond, self.over = np.zeros(heads, np.int64), np.zeros(heads, bool)
 
-    def audit_chance(self, count):
-        """Of the next answers: (heads, count)."""
-        age = (self.now - self.since)[:, None] + 1 + np.arange(count)
-        return np.clip(FIRST / age, AUDITS, 1)
+    def audit_chance(self, loads):
+        """Of the next answers, by their loads (heads, T)."""
+        age = (self.now - self.since)[:, None] + 1 + np.arange(loads.shape[1])
+        return np.minimum(np.maximum(FIRST / age, AUDITS) * loads, 1)
 
     def note_beyond(self, beyond):
         self.beyond += beyond.sum(axis=1)
 
     def step(self, count):
-        """`count` more answers; which heads have lost their model, or have one that most queries are beyond."""
+        """`count` more answers; which heads many queries of were beyond their model's reach since its fit."""
         self.now += count
         age = self.now - self.since
-        lost = self.over | ((self.beyond > _MANY) & (self.beyond > _MOST_BEYOND * age))
-        self.wait[lost & (age < self.wait)] *= 2
-        self.wait[lost & (age > 4 * self.wait)] = _PATIENCE
+        self.wait[self.over & (age < self.wait)] *= 2
+        self.wait[self.over & (age > 4 * self.wait)] = _PATIENCE
         self.wait = np.minimum(self.wait, _LONGEST)
         self.over = np.zeros_like(self.over)
-        return lost
+        return (self.beyond > _MANY) & (self.beyond > _MOST_BEYOND * age)
 
     def ready(self):
         """Heads whose last fit was long enough ago."""
@@ -78,7 +77,9 @@ class Schedule:
         """A fit has been made; one that was not good enough makes the wait longer."""
         self.fits[head] += 1
         self.since[head], self.beyond[head] = self.now, 0
-        if not good:
+        if good:
+            self.taken[head] += 1
+        else:
             self.wait[head] = min(2 * self.wait[head], _LONGEST)
 
 

@@ -17,12 +17,11 @@ import numpy as np
 from . import _validate
 from ._cache import Ring, Storage
 from ._jit import announce_slow_compilation
-from .api import attention
-from .cadence import Draws, Rows, Schedule, Values
+from .cadence import AUDITS, Draws, Rows, Schedule, Values
 from .device import CPU, Cuda, estimated_seconds, open_stream, resolve_device
-from .fitting import HELD, Models, longest_rank, ranks_to_try
+from .fitting import HELD, Models, ranks_to_try, worth_fitting
 from .info import DecodeInfo
-from .ledger import Ledger
+from .ledger import EVEN, Ledger
 from .plan import exact_flops
 from .scan import find_ranges
 from .steps import Queries, blend, over_keys, over_model, with_model
@@ -266,37 +265,38 @@ class AttentionCache:
         model = self._models.ready() if count <= length - boundary.max() else None
         start = np.repeat(boundary if model else np.zeros_like(boundary), count)
         near = over_keys(problem, rows.queries, device.upload(start), rows.stop, int(length - start.min()))
-        if model is None:
-            out, exact = device.download(near[0]), np.ones((heads, count), bool)
-        else:
-            out, exact = self._guess(problem, rows, start, near, model)
+        out, exact, loads = device.download(near[0]), np.ones((heads, count), bool), None
+        if model is not None:
+            out, exact, loads = self._guess(problem, rows, start, near, model)
         out = out.reshape(heads, count, -1)
         device.recycle()
         sizes = np.square(out, dtype=np.float64).sum(axis=2)
-        self._ledger.answer(exact, sizes, self._values.slips(q, sizes, length))
+        self._ledger.answer(sizes, self._values.slips(q, sizes, length), loads)
         return out, exact
 
     def _guess(self, problem, rows, start, near, model):
         """The model's answers, but for the rows that are audited, beyond its reach, or of heads that exceed tol."""
         device, modelled = problem.device, start > 0
         guess, leverage = with_model(problem, near, over_model(problem, rows.queries, model))
-        guess, leverage = device.download(guess), device.download(leverage)
-        within = leverage <= np.repeat(self._models.reach(), rows.count)
+        guess, leverage = device.download(guess), device.download(leverage).astype(np.float64)
         guess = np.where(modelled[:, None], self._values.clip(rows.head, guess), guess)
-        chance = self._schedule.audit_chance(rows.count)
-        audited = modelled & within & (self._drawn(rows.first, rows.count) < chance).ravel()
+        shape = rows.heads, rows.count
+        within = leverage <= np.repeat(self._models.reach(), rows.count)
+        loads = self._ledger.loads(leverage.reshape(shape))
+        chance, draws = self._schedule.audit_chance(loads), self._drawn(rows.first, rows.count)
+        audited = modelled & within & (draws < chance).ravel()
         beyond = modelled & ~within
         out = guess.copy()
         self._exactly(problem, rows, start, near, audited | beyond, out)
-        errors = np.square(out - guess, dtype=np.float64).sum(axis=1)
-        shape = rows.heads, rows.count
-        self._ledger.audit(audited.reshape(shape), errors.reshape(shape), chance)
+        errors = np.square(out - guess, dtype=np.float64).sum(axis=1).reshape(shape)
+        self._ledger.audit(audited.reshape(shape), draws < EVEN * AUDITS, errors, loads, chance)
         self._schedule.note_beyond(beyond.reshape(shape))
         exact = ~modelled | audited | beyond
-        over = self._over(~exact.reshape(shape), np.square(out, dtype=np.float64).sum(axis=1).reshape(shape))
+        loads = np.where(exact.reshape(shape), 0, loads)
+        over = self._over(loads, np.square(out, dtype=np.float64).sum(axis=1).reshape(shape))
         rest = ~exact & np.repeat(over, rows.count)
         self._exactly(problem, rows, start, near, rest, out)
-        return out, (exact | rest).reshape(shape)
+        return out, (exact | rest).reshape(shape), np.where(rest.reshape(shape), 0, loads)
 
     def _exactly(self, problem, rows, start, near, which, out):
         """Exact answers for some rows, into `out`: the past key by key, beside what is known of the recent keys."""
@@ -310,11 +310,11 @@ class AttentionCache:
         exact, _ = blend(problem, past, (recent[0], recent[1].reshape(-1)))
         out[chosen] = device.download(exact)
 
-    def _over(self, guessed, sizes):
-        """Heads whose limit exceeds tol, if these answers are the model's too."""
+    def _over(self, loads, sizes):
+        """Heads whose limit exceeds tol, if answers of these loads are the model's too."""
         if self._tol is None:
-            return np.zeros(len(guessed), bool)
-        over = self._ledger.outlook(guessed.sum(axis=1), sizes.mean(axis=1)) > self._tol
+            return np.zeros(len(loads), bool)
+        over = self._ledger.outlook(loads, sizes.mean(axis=1)) > self._tol
         self._schedule.over = over & (self._models.boundary > 0)
         return self._schedule.over
 
@@ -325,10 +325,10 @@ class AttentionCache:
         schedule, boundary = self._schedule, self._models.boundary
         for head in np.flatnonzero(schedule.over):
             self._models.put(head, None)
-        lost = schedule.step(count)
+        beyond = schedule.step(count)
         span = self._recent + self._recent // _GAP
         outgrown = (boundary > 0) & (self.length - boundary >= span + max(self._recent, self.length // _GROWTH))
-        due = (lost | outgrown | (boundary == 0)) & schedule.ready()
+        due = (beyond | outgrown | (boundary == 0)) & schedule.ready()
         if due.any() and self._ranks():
             self._fit(np.flatnonzero(due))
 
@@ -338,7 +338,7 @@ class AttentionCache:
             return None
         known = min(self._queries.seen, self._recent)
         boundary = self.length - known - known // _GAP
-        ranks = longest_rank(boundary, self.length - boundary, ranks_to_try(self._rank, known))
+        ranks = worth_fitting(boundary, self.length - boundary, ranks_to_try(self._rank, known))
         return (ranks, boundary) if ranks else None
 
     def _fit(self, heads):
@@ -354,7 +354,7 @@ class AttentionCache:
                 self._schedule.fitted(head, model is not None)
                 if model is not None:
                     self._models.put(head, model)
-                    self._ledger.open(head, model.errors)
+                    self._ledger.open(head, model.errors, model.leverage)
 
     def _fitted(self, queries, heads, boundary, ranks):
         return self._models.fit(self._storage, queries, heads, boundary, ranks, self._tol)
@@ -371,7 +371,7 @@ class AttentionCache:
             "recent": self.length - self._models.boundary,
             "audits": audits,
             "exact": exact.sum(axis=1) if exact.ndim > 1 else exact,
-            "refreshes": self._schedule.fits,
+            "refreshes": self._schedule.taken.copy(),
         }
         return DecodeInfo(**{name: x.reshape(self._lead) for name, x in columns.items()})
 
@@ -381,83 +381,3 @@ def _seconds_ahead(problem):
     _, m, d, e = problem.shape
     flops = len(problem.query_head) * exact_flops(_STEPS_AHEAD, m, d, e)
     return estimated_seconds(flops, "exact", problem.element.itemsize, problem.k.nbytes + problem.v.nbytes)
-
-
-# --- the prompt ---
-
-
-def prefill(
-    q,
-    k,
-    v,
-    *,
-    causal=True,
-    rank=None,
-    tol=1e-2,
-    recent=2048,
-    method="auto",
-    scale=None,
-    seed=0,
-    device="auto",
-    check_finite=True,
-):
-    """Attention of a whole prompt, and the cache that goes on from there.
-
-    Parameters
-    ----------
-    q : ndarray, shape (..., Hq, N, D)
-        Queries, float16, float32, float64 or bfloat16.
-    k : ndarray, shape (..., Hkv, M, D)
-        Keys, M >= N. Leading axes broadcast with those of `q`; `Hq` is a multiple of `Hkv`.
-    v : ndarray, shape (..., Hkv, M, E)
-        Values.
-    causal : bool, default True
-        Each token of the prompt attends to those up to its own, the last query to all keys. False lets every token
-        attend to the whole prompt.
-    rank, tol, recent, method, scale, seed, device, check_finite
-        As for `AttentionCache`.
-
-    Returns
-    -------
-    out : ndarray, shape (..., Hq, N, E)
-        In the dtype of `q`.
-    cache : AttentionCache
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what it must be and what it was.
-    RuntimeError
-        If `device="cuda"` is not available.
-
-    Examples
-    --------
-    >>> import numpy as np, pda_numba
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = (rng.standard_normal((4, 300, 16), dtype=np.float32) for _ in range(3))
-    >>> out, cache = pda_numba.prefill(q, k[:2], v[:2])
-    >>> out.shape, cache.length
-    ((4, 300, 16), 300)
-    """
-    _validate.flag("causal", causal)
-    chosen = {"rank": rank, "tol": tol, "method": method, "scale": scale, "seed": seed, "device": device}
-    chosen["check_finite"] = check_finite
-    cache = AttentionCache(q, k, v, recent=recent, **chosen)
-    return _prefill_attention(q, k, v, causal, chosen), cache
-
-
-def _prefill_attention(q, k, v, causal, options):
-    """The prompt's own attention."""
-    if not causal:
-        return attention(q, k, v, **options)
-    problem, lead, dtype = _validate.build_problem(q, k, v, options["scale"], options["seed"])
-    n, m, _, e = problem.shape
-    heads = len(problem.query_head)
-    out = np.empty((heads, n, e), problem.element)
-    for first in range(0, n, 256):
-        count = min(256, n - first)
-        head, time = np.repeat(np.arange(heads), count), np.tile(np.arange(first, first + count), heads)
-        stop = m - n + time + 1
-        part, _ = over_keys(problem, Queries(head, time), np.zeros_like(stop), stop, m - n + first + count)
-        out[:, first : first + count] = part.reshape(heads, count, e)
-    return out.astype(dtype).reshape(*lead, n, e)

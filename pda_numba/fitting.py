@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .ledger import AHEAD, Ledger
-from .past import HEAVY, compress
+from .ledger import Ledger
+from .past import compress
 from .plan import ROWS_PER_RANK
 from .problem import Problem
 from .rows import rows
@@ -22,6 +22,7 @@ HELD = 64  # of the recent queries, the last: held out of the fit
 RANKS = (64, 128, 256)  # tried in this order without a rank of the caller's
 # Queries are within reach up to this multiple of the largest leverage of a fitted row when left out, and up to this.
 _REACH, _LEAST_REACH = 2.0, 2.0
+_HEAVY_SHARE = 2
 _WORTH = 3.0  # a model is tried where an exact step reads so many times the keys of a step with one
 _MOST_BEYOND = 0.25  # of the queries may be beyond its reach
 
@@ -38,7 +39,8 @@ class HeadModel:
     heavy: int
     reach: float  # largest leverage that is trusted
     boundary: int  # it stands for the keys before this one
-    errors: Any = None  # squared errors of the held-out queries that are within reach
+    errors: Any = None  # squared errors of the held-out queries that are within reach, and their leverage
+    leverage: Any = None
 
 
 def ranks_to_try(rank, queries):
@@ -47,14 +49,14 @@ def ranks_to_try(rank, queries):
     return tuple(r for r in wanted if ROWS_PER_RANK * r <= queries - HELD)
 
 
-def worth_fitting(past, recent, rank):
-    """Does an exact step read enough keys to be worth a model of the `past` ones?"""
-    return past + recent >= _WORTH * (recent + rank + HEAVY)
+def worth_fitting(past, recent, ranks):
+    """Those of the ranks with which a step reads so many keys less than an exact one that a model is worth it."""
+    return tuple(r for r in ranks if past + recent >= _WORTH * (recent + heavy_keys(recent) + r) and r < past)
 
 
-def longest_rank(past, recent, ranks):
-    """Those of the ranks that are worth it."""
-    return tuple(r for r in ranks if worth_fitting(past, recent, r) and r < past)
+def heavy_keys(recent):
+    """How many of the past's keys are kept as they are: few beside the recent ones."""
+    return recent // _HEAVY_SHARE
 
 
 class Models:
@@ -98,7 +100,7 @@ class Models:
         models: dict[int, HeadModel] = {}
         left, seen = np.asarray(heads), None
         for rank in ranks:
-            past, seen = compress(problem, left, rank, seen)
+            past, seen = compress(problem, left, rank, heavy_keys(queries.shape[1]), seen)
             new = [_head_model(past, i, boundary) for i in range(len(left))]
             good = self._judge(asked, left, new, exact, recent, tol)
             models |= {h: m for h, m, g in zip(left, new, good, strict=True) if g}
@@ -135,15 +137,18 @@ class Models:
         past = over_model(asked, _every(device, heads, HELD), self._pack(every))
         guess, leverage = with_model(asked, tuple(device.upload(x) for x in near), past)
         guess, leverage = device.download(guess), device.download(leverage)
-        within = leverage.reshape(len(heads), HELD) <= np.array([[m.reach] for m in models])
+        leverage = leverage.reshape(len(heads), HELD)
+        within = leverage <= np.array([[m.reach] for m in models])
         guess = self.values.clip(np.repeat(heads, HELD), guess).reshape(truth.shape)
         squares, sizes = np.square(guess - truth).sum(axis=2), np.square(truth).sum(axis=2).mean(axis=1)
         account = Ledger(len(heads))
         for i, model in enumerate(models):
-            model.errors = squares[i][within[i]]
-            account.open(i, model.errors)
-        good = within.mean(axis=1) >= 1 - _MOST_BEYOND
-        return good if tol is None else good & (account.outlook(AHEAD, sizes) <= tol)
+            model.errors, model.leverage = squares[i][within[i]], leverage[i][within[i]].astype(np.float64)
+            account.open(i, model.errors, model.leverage)
+        if tol is None:
+            return np.ones(len(heads), bool)
+        outlook = account.outlook(np.zeros((len(heads), 0)), sizes)
+        return (within.mean(axis=1) >= 1 - _MOST_BEYOND) & (outlook <= tol)
 
     def _pack(self, models):
         """Arrays of one shape for all heads, on the device."""

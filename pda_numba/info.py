@@ -159,7 +159,7 @@ class DecodeInfo:
     exact : ndarray of int
         Answers of this call that are exact.
     refreshes : ndarray of int
-        Fits so far, those that were not good enough included.
+        Models so far.
     """
 
     method: np.ndarray

@@ -3,8 +3,9 @@
     exp(lse_i) [o_i, 1] = sum_h exp(s_ih) [v_h, 1]  +  E_i Z          i over queries, h over the heavy keys
 
 The fit is `solve`'s, with targets that leave the heavy keys out: attention to keys that are few, heavy and anywhere
-(the first token of a text, a separator) is no smooth function of the query, and costs nothing to keep. They are
-the keys of largest mass sum_i exp(s_ih - lse_i) over the uniform rows of the fit, among the tiles of largest mass.
+(the first token of a text, a separator) is no smooth function of the query, and costs little to keep. They are the
+keys of largest sum_i exp(s_ih - lse_i)^2 over the uniform rows of the fit, looked for in the tiles where that is
+largest.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +25,7 @@ from .products import features
 from .results import HeadResult
 from .solve import solve, uniform_part
 
-HEAVY = 256  # heavy keys of each head
-_TILES = 32  # tiles of keys among which they are looked for
+_TILES, _TILE_SHARE = 32, 16  # the heavy keys are looked for in so many tiles, or in one for so many of them
 
 # --- body ---
 
@@ -88,15 +88,15 @@ class Past(NamedTuple):
     leverage: Any  # (heads,): the largest of any fitted row when left out, relative to all of the past
 
 
-def compress(problem, heads, rank, seen=None):
-    """Fit the heads' past, all keys of the `problem`, to all of its queries at one rank.
+def compress(problem, heads, rank, heavy_keys, seen=None):
+    """Fit the heads' past, all keys of the `problem`, to all of its queries at one rank, beside so many heavy keys.
 
     Returns the `Past` and the rows it computed exactly, which a call at a higher rank may have as `seen`.
     """
     device, clock = problem.device, Clock()
     results = {h: HeadResult() for h in heads}
     sample = uniform_part(problem, heads, seen, rank, results, clock)
-    heavy = _heaviest(problem, heads, sample)
+    heavy = _heaviest(problem, heads, sample, heavy_keys)
 
     def far(problem, heads, which, exact, lse, windows):
         return _targets(problem, heads, which, exact, lse, heavy)
@@ -111,11 +111,11 @@ def compress(problem, heads, rank, seen=None):
     return Past(tiles, table, found, kept, largest), solved.sample
 
 
-def _heaviest(problem, heads, sample):
-    device = problem.device
+def _heaviest(problem, heads, sample, wanted):
+    device, tiles = problem.device, max(_TILES, wanted // _TILE_SHARE)
     mass, lse = device.download(sample.masses), device.download(sample.uniform_lse)
-    share = np.exp2(mass - lse[:, :, None]).sum(axis=1)  # (heads, tiles)
-    tiles = np.sort(np.argsort(-share, axis=1, kind="stable")[:, :_TILES], axis=1)
+    share = np.square(np.exp2(mass - lse[:, :, None])).sum(axis=1)  # (heads, tiles)
+    tiles = np.sort(np.argsort(-share, axis=1, kind="stable")[:, :tiles], axis=1)
     keys = (tiles[:, :, None] * TILE + np.arange(TILE)).reshape(len(heads), -1)
     size = (keys < problem.shape[1]).sum(axis=1)  # only the last tile may be short
     keys = np.minimum(keys, problem.shape[1] - 1)
@@ -123,9 +123,9 @@ def _heaviest(problem, heads, sample):
     gathered = landmarks.gather(problem, heads, device.upload(keys), whole)
     none = device.empty((len(heads), 0, problem.shape[2]), problem.element)
     weights = features(problem, heads, sample.uniform, sample.uniform_lse, gathered, whole, none)
-    held = device.download(weights).sum(axis=2)[:, : keys.shape[1]]
+    held = np.square(device.download(weights)).sum(axis=2)[:, : keys.shape[1]]
     held[np.arange(keys.shape[1]) >= size[:, None]] = -1
-    best = np.sort(np.argsort(-held, axis=1, kind="stable")[:, : min(HEAVY, size.min())], axis=1)
+    best = np.sort(np.argsort(-held, axis=1, kind="stable")[:, : min(wanted, size.min())], axis=1)
     which = device.upload(np.take_along_axis(keys, best, axis=1))
     count = device.upload(np.full(len(heads), which.shape[1]))
     values = landmarks.gather(problem, heads, which, count, source=problem.v)

@@ -78,7 +78,6 @@ def _attend(k, v, start, stop, room, sums):
     top, total = room.dtype.type(np.finfo(room.dtype).min / 2), zero
     for e in range(member(), sums.shape[0], members()):
         sums[e] = zero
-    barrier()
     for j in range(start, stop, TILE):
         count = min(TILE, stop - j)
         score_keys(room, k, j, count)
@@ -88,8 +87,8 @@ def _attend(k, v, start, stop, room, sums):
         peak = team_max(peak)
         for i in range(member(), count, members()):
             room[2, i] = weight(room[2, i], peak)
-        barrier()
         shrink = weight(top, peak)
+        # for the sum the team meets, and so sees all weights
         total = total * shrink + _sum_weights(room, count)
         _add_rows(v, j, count, room, shrink, sums)
         barrier()
@@ -132,7 +131,6 @@ def _segment_item(item, q, k, v, query_head, key_head, head, time, start, stop, 
         value = _segment(q[query_head[h]], k[keys], v[keys], *task)
         if member() == 0:
             lse[r, s] = value
-        barrier()
 
 
 @shared
@@ -187,7 +185,6 @@ def _model_item(
             out[r, e] = zero
     if member() == 0:
         parts[r, 0], parts[r, 1], parts[r, 2] = top, den, square
-    barrier()
 
 
 @shared
