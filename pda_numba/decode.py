@@ -71,6 +71,11 @@ class AttentionCache:
     RuntimeError
         If `device="cuda"` is not available.
 
+    Attributes
+    ----------
+    prefill_info : AttentionInfo or None
+        What `prefill` reports of the prompt's own attention.
+
     See Also
     --------
     prefill : attention of a whole prompt, and its cache.
@@ -113,6 +118,7 @@ class AttentionCache:
         self._recent = _validate.whole("recent", recent, 2 * HELD)
         self._method = _validate.choice("method", method, ("auto", "exact"))
         self._check_finite = _validate.flag("check_finite", check_finite)
+        self.prefill_info = None
         self._q_lead, self._k_lead = q.shape[:-2], k.shape[:-2]
         self._place = resolve_device(device, seconds=_seconds_ahead(problem))
         announce_slow_compilation()

@@ -1,11 +1,8 @@
 """Attention of a whole prompt, and the cache that decoding goes on from."""
 
-import numpy as np
-
 from . import _validate
 from .api import attention
 from .decode import AttentionCache
-from .steps import Queries, over_keys
 
 
 def prefill(
@@ -44,6 +41,7 @@ def prefill(
     out : ndarray, shape (..., Hq, N, E)
         In the dtype of `q`.
     cache : AttentionCache
+        `cache.prefill_info` is the `AttentionInfo` of `out`.
 
     Raises
     ------
@@ -65,21 +63,5 @@ def prefill(
     chosen = {"rank": rank, "tol": tol, "method": method, "scale": scale, "seed": seed, "device": device}
     chosen["check_finite"] = check_finite
     cache = AttentionCache(q, k, v, recent=recent, **chosen)
-    return _prefill_attention(q, k, v, causal, chosen), cache
-
-
-def _prefill_attention(q, k, v, causal, options):
-    """The prompt's own attention."""
-    if not causal:
-        return attention(q, k, v, **options)
-    problem, lead, dtype = _validate.build_problem(q, k, v, options["scale"], options["seed"])
-    n, m, _, e = problem.shape
-    heads = len(problem.query_head)
-    out = np.empty((heads, n, e), problem.element)
-    for first in range(0, n, 256):
-        count = min(256, n - first)
-        head, time = np.repeat(np.arange(heads), count), np.tile(np.arange(first, first + count), heads)
-        stop = m - n + time + 1
-        part, _ = over_keys(problem, Queries(head, time), np.zeros_like(stop), stop, m - n + first + count)
-        out[:, first : first + count] = part.reshape(heads, count, e)
-    return out.astype(dtype).reshape(*lead, n, e)
+    out, cache.prefill_info = attention(q, k, v, causal=causal, return_info=True, **chosen)
+    return out, cache

@@ -98,11 +98,21 @@ def test_one_head_without_a_head_axis(rng):
     assert cache.rank.shape == ()
 
 
+def test_prefill_passes_choices_on(rng):
+    """A method or tolerance that is asked for goes to the prompt and to the cache."""
+    q, k, v = (rng.standard_normal((1, 60, 8)) for _ in range(3))
+    _, cache = prefill(q, k, v, method="exact", tol=0.5, seed=9)
+    assert "tol 0.5, seed 9" in str(cache)
+    assert cache.prefill_info.tol == 0.5
+    assert cache.prefill_info.reason[0] == "asked for"
+
+
 def test_prefill_is_causal_attention(rng):
     q, k, v = (rng.standard_normal((h, 90, 8)).astype(np.float32) for h in (4, 2, 2))
     out, cache = prefill(q, k, v)
     np.testing.assert_allclose(out, exact_tail(q, k, v, 0), rtol=1e-4, atol=1e-5)
     assert cache.length == 90
+    assert cache.prefill_info.method.shape == (4,)
     out, _ = prefill(q, k, v, causal=False)
     np.testing.assert_allclose(out, naive.attention_heads(q, k, v), rtol=1e-4, atol=1e-5)
 
