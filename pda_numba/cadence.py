@@ -7,7 +7,7 @@ import numpy as np
 from .steps import Queries
 
 # An answer of load 1 is audited with chance AUDITS, or FIRST / its number since the fit if that is more.
-AUDITS, FIRST = 1 / 16, 2.0
+AUDITS, FIRST = 1 / 32, 4.0
 _DRAWS = 1024  # positions whose audits are drawn together
 _PATIENCE, _LONGEST = 128, 2**14  # answers after which a fit has paid for the next one, at first and at most
 _MANY, _MOST_BEYOND = 16, 0.25  # a model is renewed when more queries, and more than this share, are beyond its reach
@@ -21,14 +21,18 @@ class Rows:
         self.heads, self.count, self.first = heads, count, length - count
         self.head, self.time = np.repeat(np.arange(heads), count), np.tile(np.arange(count), heads)
         self.queries = Queries(device.upload(self.head), device.upload(self.time))
-        self.stop = device.upload(self.first + 1 + self.time)
+        self.stop = self.first + 1 + np.arange(count)  # of the keys that each query sees
 
 
 class Draws:
-    """Numbers in [0, 1) that decide which answers are audited: a function of seed, head and position alone."""
+    """Numbers in [0, 1) that decide which answers are audited: a function of seed, key head and position alone.
 
-    def __init__(self, seed, heads):
-        self.seed, self.heads, self.known = seed, heads, (-1, np.zeros((0, heads)))
+    Heads that share keys share the numbers: where several are audited at once the keys are read once.
+    """
+
+    def __init__(self, seed, key_head):
+        self.seed, self.key_head = seed, key_head
+        self.known = -1, np.zeros((0, len(key_head)))
 
     def __call__(self, first, count):
         """Of the positions first .. first + count: (heads, count)."""
@@ -39,7 +43,8 @@ class Draws:
     def _block(self, number):
         if self.known[0] != number:
             generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
-            self.known = number, generator.random((_DRAWS, self.heads))
+            every = generator.random((_DRAWS, self.key_head.max(initial=0) + 1))
+            self.known = number, every[:, self.key_head]
         return self.known[1]
 
 

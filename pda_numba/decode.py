@@ -23,8 +23,9 @@ from .fitting import HELD, Models, ranks_to_try, worth_fitting
 from .info import DecodeInfo
 from .ledger import EVEN, Ledger
 from .plan import exact_flops
+from .recall import over_model, with_model
 from .scan import find_ranges
-from .steps import Queries, blend, over_keys, over_model, with_model
+from .steps import Queries, blend, over_keys, over_ranges
 
 _STEPS_AHEAD = 1000  # for device="auto": how many steps a cache is made for
 _GAP = 8  # the fitted queries stay recent / _GAP keys away from the boundary
@@ -134,7 +135,7 @@ class AttentionCache:
         self._values = Values(problem, ranges, self._dtype)
         self._models = Models(self._template, self._values)
         self._ledger, self._schedule = Ledger(heads), Schedule(heads)
-        self._drawn = Draws(problem.seed, heads)
+        self._drawn = Draws(problem.seed, problem.key_head)
         self._fit(np.arange(heads))
 
     # --- the two calls of a step ---
@@ -194,7 +195,7 @@ class AttentionCache:
         return (out, info) if return_info else out
 
     def refresh(self):
-        """Fit every head anew to the queries of the last `recent` tokens, whether that is due or not."""
+        """Fit every head anew to the last `recent` queries, whether that is due or not, if the past is long enough."""
         self._fit(np.arange(len(self._template.query_head)))
 
     # --- what it holds ---
@@ -270,7 +271,7 @@ class AttentionCache:
         boundary = self._models.boundary
         model = self._models.ready() if count <= length - boundary.max() else None
         start = np.repeat(boundary if model else np.zeros_like(boundary), count)
-        near = over_keys(problem, rows.queries, device.upload(start), rows.stop, int(length - start.min()))
+        near = over_ranges(problem, np.arange(heads), start[::count], rows.stop)
         out, exact, loads = device.download(near[0]), np.ones((heads, count), bool), None
         if model is not None:
             out, exact, loads = self._guess(problem, rows, start, near, model)
@@ -320,7 +321,7 @@ class AttentionCache:
         """Heads whose limit exceeds tol, if answers of these loads are the model's too."""
         if self._tol is None:
             return np.zeros(len(loads), bool)
-        over = self._ledger.outlook(loads, sizes.mean(axis=1)) > self._tol
+        over = self._ledger.outlook(loads, sizes) > self._tol
         self._schedule.over = over & (self._models.boundary > 0)
         return self._schedule.over
 
@@ -360,7 +361,7 @@ class AttentionCache:
                 self._schedule.fitted(head, model is not None)
                 if model is not None:
                     self._models.put(head, model)
-                    self._ledger.open(head, model.errors, model.leverage)
+                    self._ledger.open(head, model.errors, model.leverage, model.size)
 
     def _fitted(self, queries, heads, boundary, ranks):
         return self._models.fit(self._storage, queries, heads, boundary, ranks, self._tol)

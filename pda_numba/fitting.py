@@ -15,8 +15,9 @@ from .ledger import Ledger
 from .past import compress
 from .plan import ROWS_PER_RANK
 from .problem import Problem
+from .recall import Model, over_model, with_model
 from .rows import rows
-from .steps import Model, Queries, blend, over_keys, over_model, with_model
+from .steps import Queries, blend, over_ranges
 
 HELD = 64  # of the recent queries, the last: held out of the fit
 RANKS = (64, 128, 256)  # tried in this order without a rank of the caller's
@@ -24,6 +25,7 @@ RANKS = (64, 128, 256)  # tried in this order without a rank of the caller's
 _REACH, _LEAST_REACH = 2.0, 2.0
 _HEAVY_SHARE = 2
 _WORTH = 3.0  # a model is tried where an exact step reads so many times the keys of a step with one
+_AMPLE = 0.6  # a rank whose limit exceeds this share of tol is followed by the next one: landmarks cost little
 _MOST_BEYOND = 0.25  # of the queries may be beyond its reach
 
 
@@ -41,6 +43,7 @@ class HeadModel:
     boundary: int  # it stands for the keys before this one
     errors: Any = None  # squared errors of the held-out queries that are within reach, and their leverage
     leverage: Any = None
+    size: float = 0.0  # mean |out|^2 of the held-out queries
 
 
 def ranks_to_try(rank, queries):
@@ -102,9 +105,12 @@ class Models:
         for rank in ranks:
             past, seen = compress(problem, left, rank, heavy_keys(queries.shape[1]), seen)
             new = [_head_model(past, i, boundary) for i in range(len(left))]
-            good = self._judge(asked, left, new, exact, recent, tol)
-            models |= {h: m for h, m, g in zip(left, new, good, strict=True) if g}
-            seen, left = seen.keep(~good), left[~good]
+            limit = self._judge(asked, left, new, exact, recent)
+            for head, model, own in zip(left, new, limit, strict=True):
+                if tol is None or own <= tol:
+                    models[head] = model
+            more = np.zeros(len(left), bool) if tol is None else limit > _AMPLE * tol
+            seen, left = seen.keep(more), left[more]
             if not len(left):
                 break
         device.recycle()
@@ -113,11 +119,9 @@ class Models:
     def _exact(self, asked, storage, heads, boundary):
         """Of the held-out queries: exact answers (heads, HELD, E) and what the recent keys say, both on the host."""
         device, count = asked.device, len(heads)
-        queries = _every(device, heads, HELD)
-        stop = np.tile(storage.length - HELD + 1 + np.arange(HELD), count)
+        stop = storage.length - HELD + 1 + np.arange(HELD)
         whole = dataclasses.replace(self.template, q=asked.q, k=storage.k, v=storage.v)
-        start = device.upload(np.full(len(stop), boundary))
-        recent = over_keys(whole, queries, start, device.upload(stop), storage.length - boundary)
+        recent = over_ranges(whole, heads, np.full(count, boundary), stop)
         out, lse, _ = rows(asked, heads)
         past = out.reshape(count * HELD, out.shape[2]), lse.reshape(count * HELD)
         exact, _ = blend(asked, past, recent)
@@ -126,8 +130,8 @@ class Models:
         place = {h: i for i, h in enumerate(heads)}
         return (place, parts[0]), (parts[1], parts[2])
 
-    def _judge(self, asked, heads, models, exact, recent, tol):
-        """Which of the models are good enough; notes down their errors on the held-out queries."""
+    def _judge(self, asked, heads, models, exact, recent):
+        """The limits of what the models would be off by; notes down their errors on the held-out queries."""
         device, (place, truth) = asked.device, exact
         own = [place[h] for h in heads]
         truth, near = truth[own].astype(np.float64), [x[own].reshape(-1, *x.shape[2:]) for x in recent]
@@ -144,11 +148,11 @@ class Models:
         account = Ledger(len(heads))
         for i, model in enumerate(models):
             model.errors, model.leverage = squares[i][within[i]], leverage[i][within[i]].astype(np.float64)
-            account.open(i, model.errors, model.leverage)
-        if tol is None:
-            return np.ones(len(heads), bool)
-        outlook = account.outlook(np.zeros((len(heads), 0)), sizes)
-        return (within.mean(axis=1) >= 1 - _MOST_BEYOND) & (outlook <= tol)
+            model.size = float(sizes[i])
+            account.open(i, model.errors, model.leverage, model.size)
+        none = np.zeros((len(heads), 0))
+        limit = account.outlook(none, none)
+        return np.where(within.mean(axis=1) >= 1 - _MOST_BEYOND, limit, np.inf)
 
     def _pack(self, models):
         """Arrays of one shape for all heads, on the device."""

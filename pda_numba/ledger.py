@@ -23,7 +23,7 @@ import numpy as np
 
 from .certify import Z95, share_of_rows
 
-PRIOR, OUTLOOK, FADE = 8.0, 32.0, 16.0
+PRIOR, OUTLOOK, FADE = 8.0, 32.0, 24.0
 AHEAD = 64  # a statement that decides whether to go on looks at no fewer answers
 EVEN = 0.5  # the constant part of the loads
 _LEAST = 1e-300
@@ -45,7 +45,8 @@ class Ledger:
     squares: np.ndarray
     worst: np.ndarray  # the largest y, and y/x
     worst_ratio: np.ndarray
-    typical: np.ndarray  # of the held-out queries: mean leverage; r, the mean of y^2/x relative to that of x, max y/x
+    expected: np.ndarray  # of the held-out queries: mean |out|^2 and leverage; r, sum y^2/x over sum x, max y/x
+    typical: np.ndarray
     prior: np.ndarray
     prior_squares: np.ndarray
     prior_ratio: np.ndarray
@@ -55,14 +56,18 @@ class Ledger:
             setattr(self, name, np.zeros(heads))
         self.closed_square, self.closed_limit, self.closed_size = (np.zeros(heads) for _ in range(3))
 
-    def open(self, head, errors, leverage):
-        """Begin anew for one head, after a fit that made these squared errors on the queries held out of it."""
+    def open(self, head, errors, leverage, size):
+        """Begin anew for one head, after a fit that made these squared errors on the queries held out of it.
+
+        `size` is their mean |out|^2.
+        """
         square, limit = self._sums(self.load, self.load_square)
         self.closed_square[head] += square[head] + self.slip[head]
         self.closed_limit[head] += limit[head] + self.slip[head]
         self.closed_size[head] += self.size[head]
         for name in self.__annotations__:
             getattr(self, name)[head] = 0
+        self.expected[head] = size
         if len(errors):
             self.typical[head] = leverage.mean()
             load = self.loads(np.broadcast_to(leverage, (len(self.typical), len(leverage))))[head]
@@ -97,13 +102,14 @@ class Ledger:
             self.load += loads.sum(axis=1)
             self.load_square += np.square(loads).sum(axis=1)
 
-    def outlook(self, loads, size):
-        """The limit if the model gave answers of these loads (heads, T) and mean size too: at least `AHEAD` in all."""
+    def outlook(self, loads, sizes):
+        """The limit if the model gave answers of these loads and |out|^2 (heads, T) too: at least `AHEAD` in all."""
         more, square = loads.sum(axis=1), np.square(loads).sum(axis=1)
         rest = np.maximum(AHEAD - self.load - more, 0)
         _, limit = self._sums(self.load + more + rest, self.load_square + square + rest, OUTLOOK)
-        count = np.maximum(self.answers + loads.shape[1], AHEAD)
-        return np.sqrt(limit / np.maximum(self.size + (count - self.answers) * size, _LEAST))
+        left = np.maximum(AHEAD - self.answers - loads.shape[1], 0)
+        size = self.size + sizes.sum(axis=1) + left * self.expected
+        return np.sqrt(limit / np.maximum(size, _LEAST))
 
     def statement(self):
         """error, error_limit, row_error, row_share, audits, since each head's last fit."""

@@ -1,34 +1,31 @@
-"""One decoding step: a few queries against ranges of the keys, against the compressed past, and the two put together.
+"""One decoding step: a few queries against ranges of the keys, exactly.
 
     over_keys     lse = log sum_j exp(s_j)       o = sum_j exp(s_j - lse) v_j          j over a range of the keys
-    over_model    [num, den] = E Z + sum_h exp(s_h) [v_h, 1]                           E_c = exp(scale q . S_c)
-                  lev = |E G|^2                                                        h over the heavy keys
     blend         lse = log(e^lse_a + e^lse_b)   o = e^(lse_a - lse) o_a + e^(lse_b - lse) o_b
-    with_model    d = e^lse_a + den              o = (e^lse_a o_a + num) / d           leverage = lev / d^2
 
 A decoding step is a handful of queries per head: every key is read once and little is done with it, so that a query
 goes over the keys alone, its vectors along the head dimension (`rows` puts the queries there). Ranges are cut into
-segments, whose results are merged in their order. `lse` is in units of log 2, and -inf where there is nothing; num and
-den are relative to 2^top, which is their row's largest exponential. den may well be negative where the past has hardly
-any weight: only d has to be positive.
+segments, whose results are merged in their order. `lse` is in units of log 2, and -inf where there is nothing.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
-from .core import LEVERAGE_COLUMNS
-from .kernels.panel import TILE, add_square, larger, log_sum, weight
+from .kernels.panel import TILE, larger, log_sum, weight
 from .kernels.scalar import fma, widen
 from .kernels.score import place_query, score_keys
 from .kernels.simd import dot, two_schedules
 from .kernels.team import barrier, member, members, team_max, team_sum
+from .rows import rows
 
 SEGMENT = 1024  # keys that are one piece of work
-_FEW = 32768  # products of queries and keys that one core is done with before the others are awake
-_ROOM = 4  # query, key, scores, ones
+FEW = 32768  # products of queries and keys that one core is done with before the others are awake
+_PANEL = 4  # queries of a head from which a panel of them is faster than one at a time
+ROOM = 4  # query, key, scores, ones
 
 # --- bodies ---
 
@@ -72,7 +69,7 @@ def _add_rows(v, start, count, room, shrink, sums):
 
 
 @shared
-def _attend(k, v, start, stop, room, sums):
+def attend_keys(k, v, start, stop, room, sums):
     """Online softmax of the query in `room` over the keys start .. stop; returns (top, total), fills `sums`."""
     zero = room.dtype.type(0)
     top, total = room.dtype.type(np.finfo(room.dtype).min / 2), zero
@@ -97,7 +94,7 @@ def _attend(k, v, start, stop, room, sums):
 
 
 @shared
-def _prepare(room, q, row, factor):
+def prepare(room, q, row, factor):
     """The query and the ones into `room`."""
     place_query(room, q, row, factor)
     for j in range(member(), room.shape[1], members()):
@@ -108,8 +105,8 @@ def _prepare(room, q, row, factor):
 @shared
 def _segment(q, k, v, row, factor, start, stop, room, sums):
     """One segment: log2 of the sum of its weights and, in `sums`, its output."""
-    _prepare(room, q, row, factor)
-    top, total = _attend(k, v, start, stop, room, sums)
+    prepare(room, q, row, factor)
+    top, total = attend_keys(k, v, start, stop, room, sums)
     for e in range(member(), sums.shape[0], members()):
         sums[e] /= total
     return log_sum(top, total)
@@ -151,43 +148,6 @@ def _merge_segments(partial_lse, partial_out, used, out):
 
 
 @shared
-def _model_row(q, row, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out):
-    """One query against landmarks and heavy keys: num into `out`; top, den and lev.
-
-    `far (columns,)` and `near (E,)` are scratch.
-    """
-    values = out.shape[0]
-    _prepare(room, q, row, factor)
-    far_top, _ = _attend(tiles, table, 0, rank, room, far)
-    near_top, total = _attend(heavy_k, heavy_v, 0, heavy, room, near)
-    top = larger(far_top, near_top)
-    far_weight, near_weight = weight(far_top, top), weight(near_top, top)
-    square = out.dtype.type(0)
-    for g in range(LEVERAGE_COLUMNS):
-        square = add_square(square, far[values + 1 + g] * far_weight)
-    for e in range(member(), values, members()):
-        out[e] = far[e] * far_weight + near[e] * near_weight
-    return top, far[values] * far_weight + total * near_weight, square
-
-
-@shared
-def _model_item(
-    r, q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
-):
-    """Row r, by a team; nothing where its head has no model."""
-    h, zero = head[r], out.dtype.type(0)
-    top, den, square = -out.dtype.type(np.inf), zero, zero
-    if rank[h]:
-        model = tiles[h], table[h], rank[h], heavy_k[h], heavy_v[h], heavy[h]
-        top, den, square = _model_row(q[query_head[h]], time[r], factor, *model, room, far, near, out[r])
-    else:
-        for e in range(member(), out.shape[1], members()):
-            out[r, e] = zero
-    if member() == 0:
-        parts[r, 0], parts[r, 1], parts[r, 2] = top, den, square
-
-
-@shared
 def _blend(first, first_lse, second, second_lse, out):
     """One row, by a team; returns its lse. Either side may be nothing, not both."""
     top = larger(first_lse, second_lse)
@@ -196,20 +156,6 @@ def _blend(first, first_lse, second, second_lse, out):
     for e in range(member(), out.shape[0], members()):
         out[e] = (a * first[e] + b * second[e]) / total
     return log_sum(top, total)
-
-
-@shared
-def _with_model(near, near_lse, num, top, den, square, out):
-    """One row, by a team; returns its lse and leverage, infinite where d is not positive."""
-    highest = larger(near_lse, top)
-    a, b = weight(near_lse, highest), weight(top, highest)
-    total = a + b * den
-    good = total > 0
-    for e in range(member(), out.shape[0], members()):
-        out[e] = (a * near[e] + b * num[e]) / total if good else near[e]
-    if not good:
-        return near_lse, out.dtype.type(np.inf)
-    return log_sum(highest, total), b * b * square / (total * total)
 
 
 # --- CPU drivers ---
@@ -243,37 +189,10 @@ def _merge_cpu(partial_lse, partial_out, start, stop, lse, out):
             lse[r] = _merge_segments(partial_lse[r], partial_out[r], used, out[r])
 
 
-@cpu_kernel
-def _model_cpu(
-    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
-):
-    pieces = room.shape[0]
-    for p in prange(pieces):
-        for r in range(p, out.shape[0], pieces):
-            model = tiles, table, rank, heavy_k, heavy_v, heavy, room[p], far[p], near[p]
-            _model_item(r, q, query_head, head, time, factor, *model, out, parts)
-
-
-@serial_kernel
-def _small_model_cpu(
-    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
-):
-    for r in range(out.shape[0]):
-        model = tiles, table, rank, heavy_k, heavy_v, heavy, room[0], far[0], near[0]
-        _model_item(r, q, query_head, head, time, factor, *model, out, parts)
-
-
 @serial_kernel
 def _blend_cpu(first, first_lse, second, second_lse, out, lse):
     for r in range(lse.shape[0]):
         lse[r] = _blend(first[r], first_lse[r], second[r], second_lse[r], out[r])
-
-
-@serial_kernel
-def _with_model_cpu(near, near_lse, num, parts, out, lse, leverage):
-    for r in range(lse.shape[0]):
-        model = num[r], parts[r, 0], parts[r, 1], parts[r, 2]
-        lse[r], leverage[r] = _with_model(near[r], near_lse[r], *model, out[r])
 
 
 # --- CUDA drivers: a team per row and segment, or for some of them ---
@@ -300,30 +219,12 @@ def _merge_cuda(partial_lse, partial_out, start, stop, lse, out):
         lse[r] = value
 
 
-@cuda_kernel(128)
-def _model_cuda(
-    q, query_head, head, time, factor, tiles, table, rank, heavy_k, heavy_v, heavy, room, far, near, out, parts
-):
-    p = cuda.blockIdx.x
-    for r in range(p, out.shape[0], cuda.gridDim.x):
-        model = tiles, table, rank, heavy_k, heavy_v, heavy, room[p], far[p], near[p]
-        _model_item(r, q, query_head, head, time, factor, *model, out, parts)
-
-
 @cuda_kernel(64)
 def _blend_cuda(first, first_lse, second, second_lse, out, lse):
     r = cuda.blockIdx.x
     value = _blend(first[r], first_lse[r], second[r], second_lse[r], out[r])
     if member() == 0:
         lse[r] = value
-
-
-@cuda_kernel(64)
-def _with_model_cuda(near, near_lse, num, parts, out, lse, leverage):
-    r = cuda.blockIdx.x
-    value, lever = _with_model(near[r], near_lse[r], num[r], parts[r, 0], parts[r, 1], parts[r, 2], out[r])
-    if member() == 0:
-        lse[r], leverage[r] = value, lever
 
 
 # --- stages ---
@@ -336,48 +237,40 @@ class Queries(NamedTuple):
     time: Any
 
 
-class Model(NamedTuple):
-    """The compressed past of every head; `rank` 0 where a head has none."""
-
-    tiles: Any  # (heads, R padded, D): landmarks
-    table: Any  # (heads, R padded, columns): [Z, G]
-    rank: Any  # (heads,) int64
-    heavy_k: Any  # (heads, H padded, D): the past's heaviest keys
-    heavy_v: Any
-    heavy: Any  # (heads,) int64
-
-
-def over_keys(problem, rows, start, stop, longest):
-    """Exact attention of the rows to the keys start .. stop of their heads, none longer than `longest`.
+def over_keys(problem, queries, start, stop, longest):
+    """Exact attention of the queries to the keys start .. stop of their heads, none longer than `longest`.
 
     Returns `out (rows, E)` and `lse (rows,)`.
     """
     device, element, (_, _, dim, values) = problem.device, problem.element, problem.shape
-    count, segments = len(rows.head), max(1, -(-longest // SEGMENT))
+    count, segments = len(queries.head), max(1, -(-longest // SEGMENT))
     partial_lse = device.empty((count, segments), element)
     partial_out = device.empty((count, segments, values), element)
-    room = device.empty((min(count * segments, device.pieces), _ROOM, max(dim, TILE)), element)
+    room = device.empty((min(count * segments, device.pieces), ROOM, max(dim, TILE)), element)
     every = np.arange(len(problem.query_head))
-    task = *problem.arrays(every), rows.head, rows.time, start, stop, problem.factor, room, partial_lse, partial_out
-    device.run(_few_keys_cpu if count * longest < _FEW else _keys_cpu, _keys_cuda, (len(room),), *task)
+    task = *problem.arrays(every), *queries, start, stop, problem.factor, room, partial_lse, partial_out
+    device.run(_few_keys_cpu if count * longest < FEW else _keys_cpu, _keys_cuda, (len(room),), *task)
     lse, out = device.empty((count,), element), device.empty((count, values), element)
     device.run(_merge_cpu, _merge_cuda, (count,), partial_lse, partial_out, start, stop, lse, out)
     return out, lse
 
 
-def over_model(problem, rows, model):
-    """The compressed past: num (rows, E), and (rows, 3): top, den, lev."""
-    device, element, (_, _, dim, values) = problem.device, problem.element, problem.shape
-    count = len(rows.head)
-    pieces = min(count, device.pieces)
-    room = device.empty((pieces, _ROOM, max(dim, TILE)), element)
-    far, near = device.empty((pieces, model.table.shape[2]), element), device.empty((pieces, values), element)
-    out, parts = device.empty((count, values), element), device.empty((count, 3), element)
-    place = problem.query_heads(np.arange(len(problem.query_head)))
-    task = problem.q, place, *rows, problem.factor, *model, room, far, near, out, parts
-    few = count * (model.tiles.shape[1] + model.heavy_k.shape[1]) < _FEW
-    device.run(_small_model_cpu if few else _model_cpu, _model_cuda, (pieces,), *task)
-    return out, parts
+def over_ranges(problem, heads, start, stop):
+    """The same for all T queries of some heads: the keys start[h] .. stop[t] of query t of each head.
+
+    Both are NumPy arrays, (heads,) and (T,). A row at a time while there are few, else a panel at a time (`rows`).
+    """
+    count = len(stop)
+    if count >= _PANEL:
+        spans = np.empty((len(problem.query_head), count, 2), np.int32)
+        spans[heads, :, 0], spans[:, :, 1] = start[:, None], stop
+        seen = dataclasses.replace(problem, spans=spans, pattern=np.arange(len(spans)))
+        out, lse, _ = rows(seen, heads)
+        return out.reshape(-1, out.shape[2]), lse.reshape(-1)
+    upload = problem.device.upload
+    queries = Queries(upload(np.repeat(heads, count)), upload(np.tile(np.arange(count), len(heads))))
+    ranges = upload(np.repeat(start, count)), upload(np.tile(stop, len(heads)))
+    return over_keys(problem, queries, *ranges, int(stop[-1] - start.min()))
 
 
 def blend(problem, first, second):
@@ -386,11 +279,3 @@ def blend(problem, first, second):
     out, lse = device.empty(first[0].shape, problem.element), device.empty(first[1].shape, problem.element)
     device.run(_blend_cpu, _blend_cuda, (len(lse),), *first, *second, out, lse)
     return out, lse
-
-
-def with_model(problem, near, past):
-    """An answer `(out, lse)` and what `over_model` says of the rest: out (rows, E) and leverage (rows,)."""
-    device, element = problem.device, problem.element
-    out, lse, leverage = (device.empty(x.shape, element) for x in (near[0], near[1], near[1]))
-    device.run(_with_model_cpu, _with_model_cuda, (len(lse),), *near, *past, out, lse, leverage)
-    return out, leverage

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pda_numba
-from pda_numba import AttentionCache, _validate, fitting, past, prefill, steps
+from pda_numba import AttentionCache, _validate, fitting, past, prefill, recall, steps
 from pda_numba._cache import Ring, Storage
 from pda_numba.device import CPU
 from pda_numba.ledger import Ledger
@@ -207,13 +207,13 @@ def test_a_drift_is_noticed():
     """After 60 steps the queries come from elsewhere: what the fit does not reach is exact, and it is renewed."""
     rng = np.random.default_rng(30)
     q, k, v = wandering(rng, 2, 2, 4700, 24)
-    q[:, 4060:] = q[:, 4060:, ::-1]
-    k *= (1 + np.arange(24, dtype=np.float32)) ** 0.5
+    q[:, 4060:] = np.roll(q[:, 4060:], 12, axis=2)
+    k *= (1 + np.arange(24, dtype=np.float32)) / 2.5  # of one size in all directions
     cache, out, infos = follow(q, k, v, 4000, recent=512, tol=0.2)
     assert (infos[0].method == "pda").all()
     assert (errors(out, exact_tail(q, k, v, 4000)) <= 0.2).all()
     before, after = (np.mean([info.exact for info in part], axis=0) for part in (infos[:60], infos[60:200]))
-    assert (after > 2 * before).any()  # beyond the fit's reach, or over tol
+    assert (after > 1.3 * before).all()  # beyond the fit's reach, or over tol
     assert (cache._schedule.fits >= 2).all()
 
 
@@ -395,7 +395,7 @@ def test_heavy_keys_are_found_and_left_out(rng):
     models.put(0, head)
     rows = steps.Queries(np.zeros(400, np.int64), np.arange(400))
     nothing = np.zeros((400, 16), np.float32), np.full(400, -np.inf, np.float32)
-    out, leverage = steps.with_model(one, nothing, steps.over_model(one, rows, models.ready()))
+    out, leverage = recall.with_model(one, nothing, recall.over_model(one, rows, models.ready()))
     assert naive.relative(out, naive.attention(q[0, -400:], k[0], v[0])) < 0.1
     assert np.isfinite(leverage).all()
 
@@ -406,7 +406,7 @@ def test_a_negative_normaliser_is_no_harm_beside_recent_keys(rng):
     near = rng.standard_normal((2, 3)).astype(np.float32), np.array([10.0, 10.0], np.float32)
     num = np.full((2, 3), 0.25, np.float32)
     parts = np.array([[0.0, -0.5, 1e-3], [12.0, -0.5, 1e-3]], np.float32)
-    out, leverage = steps.with_model(one, near, (num, parts))
+    out, leverage = recall.with_model(one, near, (num, parts))
     np.testing.assert_allclose(out[0], (1024 * near[0][0] + 0.25) / 1023.5, rtol=1e-6)
     assert leverage[0] == pytest.approx(1e-3 / 1023.5**2, rel=1e-4)
     assert leverage[1] == np.inf
@@ -446,7 +446,7 @@ def test_the_ledger_holds_for_heavy_tails():
     squares = leverage * np.exp(rng.standard_normal(leverage.shape))
     ledger = Ledger(heads)
     for h in range(heads):
-        ledger.open(h, squares[h, :64], leverage[h, :64])
+        ledger.open(h, squares[h, :64], leverage[h, :64], 1e4)
     squares, loads = squares[:, 64:], ledger.loads(leverage[:, 64:])
     chance = np.minimum(np.clip(2 / (1 + np.arange(count)), 1 / 16, 1) * loads, 1)
     draws = rng.random(squares.shape)
@@ -464,7 +464,8 @@ def test_the_ledger_holds_for_heavy_tails():
     overall, most = ledger.overall()
     np.testing.assert_allclose(overall, error)
     np.testing.assert_allclose(most, limit)
-    assert (ledger.outlook(np.zeros((heads, 0)), np.full(heads, 1e4)) <= limit * (1 + 1e-9)).all()
+    none = np.zeros((heads, 0))
+    assert (ledger.outlook(none, none) <= limit * (1 + 1e-9)).all()
 
 
 def test_exact_answers_carry_rounding_alone():

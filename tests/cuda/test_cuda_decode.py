@@ -7,7 +7,7 @@ import pytest
 import simulator
 from common import host, on_cuda
 
-from pda_numba import AttentionCache, _cache, fitting, steps
+from pda_numba import AttentionCache, _cache, fitting, recall, steps
 
 pytestmark = pytest.mark.cudasim
 
@@ -33,7 +33,7 @@ def one_step(problem, model, start, stop):
     past_keys = steps.over_keys(problem, rows, upload(np.zeros_like(start)), upload(start), int(start.max()))
     near = steps.over_keys(problem, rows, upload(start), upload(stop), int((stop - start).max()))
     whole = steps.blend(problem, near, past_keys)
-    guess = steps.with_model(problem, near, steps.over_model(problem, rows, steps.Model(*model)))
+    guess = recall.with_model(problem, near, recall.over_model(problem, rows, recall.Model(*model)))
     return [host(x) for x in (*near, *whole, *guess)]
 
 
@@ -58,7 +58,7 @@ def test_every_barrier_is_needed(rng):
     device.device.pieces = 1  # one team for everything, one after the other
     model = model_of(rng, device, 6, 3)
     start, stop = np.array([20, 10, 140, 0]), np.array([149, 150, 149, 150])
-    left = simulator.barriers_without_effect(lambda: one_step(device, model, start, stop), "steps.py")
+    left = simulator.barriers_without_effect(lambda: one_step(device, model, start, stop), "steps.py", "recall.py")
     assert not left
 
 
