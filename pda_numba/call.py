@@ -18,6 +18,7 @@ from .device import estimated_seconds, gpu_name, on_gpu, resolve_device
 from .info import AccuracyWarning, AttentionInfo, Clock
 from .mask import check as check_mask
 from .masked import masked_attention
+from .masked_adjoint import masked_residuals
 from .problem import Problem
 from .rectangles import LEAF
 from .results import COLUMNS, ERROR, HELD_OUT_ROWS, LIMIT, ROW_ERROR, ROW_SHARE, SIZE, HeadResult
@@ -177,7 +178,8 @@ def _masked_groups(groups, results, call, ranges, clock, total, keep):
     """All heads under the call's mask, in groups. Fills `results`."""
     with contextlib.closing(groups):
         for heads, problem, buffer in _with_progress(groups, total):
-            task = problem, heads, call.mask, call.options, ranges, buffer, clock, judge_heads, keep
+            kept = keep and (lambda *task: keep(masked_residuals(*task)))
+            task = problem, heads, call.mask, call.options, ranges, buffer, clock, judge_heads, kept
             for head, result in zip(heads, masked_attention(*task), strict=True):
                 results[head] = result
 

@@ -69,7 +69,7 @@ def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, k
     for (pattern, places), (_, layout) in zip(whole.patterns(), layouts, strict=True):
         _account(whole, pattern, places, layout)
     if keep:
-        keep(whole, layouts, parts, exact)
+        keep(whole, parts, exact)
     return results
 
 
@@ -145,8 +145,8 @@ class Parts:
 
     problem: Any
     place: np.ndarray  # of each one's head among the heads of the whole
-    query: np.ndarray  # its first query, and key
-    key: np.ndarray
+    query: np.ndarray  # its first query
+    origins: dict  # of the blocks of "q", "k", "v" that are copies: their heads and first rows; None: a view
 
 
 def blocks(problem, heads, members, shape, level):
@@ -154,28 +154,36 @@ def blocks(problem, heads, members, shape, level):
     place = np.array([place for place, _ in members])
     query, key = (np.array([getattr(r, name) for _, r in members]) for name in ("query", "key"))
     own = heads[place]
-    q, query_head = _cut(problem, problem.q, problem.query_head[own], query, shape[0])
-    (k, key_head), (v, _) = (_cut(problem, x, problem.key_head[own], key, shape[1]) for x in (problem.k, problem.v))
+    (q, query_head, from_q) = _cut(problem, problem.q, problem.query_head[own], query, shape[0])
+    cut = [_cut(problem, x, problem.key_head[own], key, shape[1]) for x in (problem.k, problem.v)]
+    (k, key_head, from_k), (v, value_head, from_v) = cut
+    if (key_head != value_head).any():  # a view of one of them alone: both have one number
+        k, key_head, from_k = _copied(problem, problem.k, problem.key_head[own], key, shape[1])
+        v, _, from_v = _copied(problem, problem.v, problem.key_head[own], key, shape[1])
     seed = (problem.seed + level * _SEED_STEP) % 2**63
     rest = {"seed": seed, "spans": None, "pattern": None}
     part = dataclasses.replace(problem, q=q, k=k, v=v, query_head=query_head, key_head=key_head, **rest)
-    return Parts(part, place, query, key)
+    return Parts(part, place, query, {"q": from_q, "k": from_k, "v": from_v})
 
 
 def _cut(problem, source, head, first, size):
-    """Blocks of `size` rows, and which of them each rectangle has: a view where they lie on a grid, else a copy."""
+    """Blocks of `size` rows, which of them each rectangle has, and their origins: a view where they lie on a grid."""
     n, columns = source.shape[1:]
     on_grid = not (first % size).any() and (n % size == 0 or source.shape[0] == 1)
     if on_grid and problem.device.is_contiguous(source):
         used = n // size
         whole = source if n % size == 0 else source[:, : used * size]
-        return whole.reshape(source.shape[0] * used, size, columns), head * used + first // size
+        return whole.reshape(source.shape[0] * used, size, columns), head * used + first // size, None
+    return _copied(problem, source, head, first, size)
+
+
+def _copied(problem, source, head, first, size):
     pairs, which = np.unique(np.stack([head, first], axis=1), axis=0, return_inverse=True)
-    return problem.device.cut(source, pairs[:, 0], pairs[:, 1], size), which.reshape(-1)
+    return problem.device.cut(source, pairs[:, 0], pairs[:, 1], size), which.reshape(-1), (pairs[:, 0], pairs[:, 1])
 
 
 def _rectangles(whole, shape, members, low, keep):
-    """Rectangles of one shape, some at a time, merged into the output; returns [(members, kept parts)] with `keep`."""
+    """Rectangles of one shape, some at a time, merged; returns [(shape, members, which are low rank, kept parts)]."""
     d, e = whole.problem.shape[2:]
     element = whole.problem.element.itemsize
     own = dataclasses.replace(whole.options, window=0)
@@ -189,9 +197,10 @@ def _rectangles(whole, shape, members, low, keep):
             parts = blocks(whole.problem, whole.heads, some, shape, shape[0])
             done = np.zeros(len(some), bool)
             if ranks:
-                done = _low_rank(whole, parts, own, ranks, found.append if keep else None)
+                hold = keep and (lambda part, found=found: found.append(part.over(whole.problem.device.hold)))
+                done = _low_rank(whole, parts, own, ranks, hold)
             _exact_parts(whole, parts, np.flatnonzero(~done))
-        kept.append((some, done, found))
+        kept.append((shape, some, done, found))
     return kept
 
 
@@ -200,7 +209,7 @@ def _low_rank(whole, parts, options, ranks, keep):
     part, heads, clock = parts.problem, np.arange(len(parts.place)), whole.clock
     device, (n, _, _, e) = part.device, part.shape
     out, lse = device.empty((len(heads), n, e), part.element), device.empty((len(heads), n), part.element)
-    results = low_rank(part, heads, options, ranks, _ranges(part), out, clock, keep, lse)
+    results = low_rank(part, heads, options, ranks, part_ranges(part), out, clock, keep, lse)
     done = np.array([result.method == "pda" for result in results])
     with clock.stage("merge"):
         _merge(whole, parts, heads, out, lse, done)
@@ -209,7 +218,7 @@ def _low_rank(whole, parts, options, ranks, keep):
     return done
 
 
-def _ranges(part):
+def part_ranges(part):
     """Of the values of the rectangles' own keys. What rounding may cost is judged on the merged output."""
     report = part.device.empty((part.v.shape[0], 3), np.float64)
     low, high, _ = scan_array(part.device, part.element, part.v, 0, report)
@@ -244,7 +253,7 @@ def _add(total, part):
 
 
 def _exact_rows(whole):
-    """The rows that are exact whatever the rest is; returns them as (rows, counts, lse)."""
+    """The rows that are exact whatever the rest is; returns them, how many they are, and their outputs."""
     problem, device, count = whole.problem, whole.problem.device, len(whole.heads)
     lists = [(places, pattern.exact_rows) for pattern, places in whole.patterns()]
     low = [p for p in range(count) if whole.results[p].method == "pda"]
@@ -256,12 +265,12 @@ def _exact_rows(whole):
     which, used = device.upload(which), device.upload(counts)
     out = device.empty((count, longest, problem.shape[3]), problem.element)
     if not longest:
-        return which, counts, out, device.empty((count, 0), problem.element)
+        return which, counts, out
     with whole.clock.stage("exact"):
         out, lse, _ = rows(problem, whole.heads, which, used=used)
         place_rows(device, which, used, device.upload(np.asarray(whole.heads)), out, whole.out)
         place_lse(device, which, used, device.upload(np.ones(count, np.int64)), lse, 0.0, whole.lse)
-    return which, counts, out, lse
+    return which, counts, out
 
 
 # --- the statement ---
