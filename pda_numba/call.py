@@ -138,7 +138,8 @@ def _group(device, problem, chosen, mask):
     if mask:  # half of the queries are in the largest rectangle
         memory = itemsize * n * (e + 3) // 2 + itemsize * m * (d + e) * mask.compacts
         memory += plan.head_workspace(n // 2, m // 2, d, e, ranks[-1], itemsize) if ranks else 0
-        return max(1, min(heads, int(device.group_bytes // memory))), memory
+        shared = max(1, heads // max(1, len(np.unique(problem.key_head))))  # heads of a group stay together
+        return max(1, min(heads, shared * max(1, int(device.group_bytes // (shared * memory))))), memory
     if ranks:
         memory = plan.head_workspace(n, m, d, e, ranks[-1], itemsize)
         return max(1, min(heads, int(device.group_bytes // memory))), memory

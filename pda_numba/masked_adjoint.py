@@ -18,8 +18,8 @@ from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .backward import Gradients, apart, backward, cotangents
 from .dense import scatter_rows
 from .kernels.team import barrier, member, members, team_max, team_sum
-from .masked import blocks, compact_pairs, part_ranges, seen_problem, worth
-from .rectangles import divide
+from .masked import compact_pairs, seen_problem
+from .parts import blocks, gradient_blocks, layouts, part_ranges
 from .rows_adjoint import rows_adjoint
 
 # --- bodies, for a team ---
@@ -94,8 +94,8 @@ def _list_cuda(which, count, exact, quiet, parts, listed):
 class Group:
     """Rectangles of one shape that were computed together."""
 
-    shape: tuple  # queries, keys
-    members: list  # (place of a head, rectangle)
+    shape: tuple  # queries, keys, heads that share a rectangle
+    members: list  # (places of these heads, rectangle)
     low: np.ndarray  # which of them are of low rank
     parts: list  # `residuals.LowRank`, with their places as heads
 
@@ -182,27 +182,28 @@ def _settled(device, kept, given):
 
 def _leaves(seen, kept, mask, options):
     """The problem whose spans are what was computed exactly in one pass."""
-    n, pays = seen.shape[0], worth(seen, options)
-    spans = [divide(pattern.segments, n, pays)[0] for pattern in mask.patterns]
-    spans += [pattern.spans(n) for pattern in mask.patterns]
-    pattern = mask.pattern.copy()
-    pattern[kept.heads[kept.exact]] += len(mask.patterns)
+    found, pattern = layouts(seen, kept.heads, mask, options), mask.pattern.copy()
+    spans = [layout.spans for layout in found]
+    for p, layout in enumerate(found):
+        pattern[kept.heads[layout.groups]] = p
+    spans += [own.spans(seen.shape[0]) for own in mask.patterns]
+    exact = kept.heads[kept.exact]
+    pattern[exact] = len(found) + mask.pattern[exact]
     return dataclasses.replace(seen, spans=np.stack(spans), pattern=pattern)
 
 
 def _rectangles(seen, kept, group, counts, about, parts_lse, given, gradients):
     """What the rectangles of a group owe, if any of their rows count: others may hold anything."""
     device, n = seen.device, group.shape[0]
-    live = np.array([counts[place, r.query : r.query + n].any() for place, r in group.members])
+    live = np.array([counts[list(places), r.query : r.query + n].any() for places, r in group.members])
     if not live.any():
         return
-    parts = blocks(seen, kept.heads, group.members, group.shape, n)
-    own, back = zip(*(_gradient_blocks(seen, parts, x, name) for name, x in gradients._asdict().items()), strict=True)
-    own = Gradients(*own)
-    cut = [device.cut(x.reshape(*x.shape, 1), parts.place, parts.query, n) for x in (parts_lse, about.along)]
-    lse, along = (x.reshape(x.shape[:2]) for x in cut)
-    offset = device.cut(about.offset.reshape(*about.offset.shape, 1), parts.place, parts.query, n).reshape(lse.shape)
-    cotangent = device.cut(given, kept.heads[parts.place], parts.query, n)
+    parts = blocks(seen, kept.heads, group.members, group.shape)
+    own, back = zip(*(gradient_blocks(seen, parts, x, name) for name, x in gradients._asdict().items()), strict=True)
+    own, place, query = Gradients(*own), parts.place.reshape(-1), np.repeat(parts.query, group.shape[2])
+    cut = [device.cut(x.reshape(*x.shape, 1), place, query, n) for x in (parts_lse, about.along, about.offset)]
+    lse, along, offset = (parts.together(x.reshape(x.shape[:2])) for x in cut)
+    cotangent = parts.together(device.cut(given, kept.heads[place], query, n))
     ranges = part_ranges(parts.problem)
     for part in group.parts:
         alive = np.flatnonzero(live[part.heads])
@@ -214,18 +215,10 @@ def _rectangles(seen, kept, group, counts, about, parts_lse, given, gradients):
     for which in apart(parts.problem, exact):
         about_rows = (device.take(x, exact[which]) for x in (lse, offset, cotangent))
         rows_adjoint(parts.problem, exact[which], *about_rows, own)
-    for blocks_of, (array, head, first) in zip(own, back, strict=True):
+    for name, blocks_of, (array, head, first) in zip(own._fields, own, back, strict=True):
+        blocks_of = parts.apart(blocks_of) if name == "q" and group.shape[2] > 1 else blocks_of
         for i in range(len(head)):
             device.add_rows(blocks_of[i], int(head[i]), int(first[i]), array)
-
-
-def _gradient_blocks(seen, parts, array, name):
-    """Where the gradients of the rectangles' q, k or v are added up, and what to add them to in the end."""
-    source, sizes = getattr(seen, name), getattr(parts.problem, name).shape
-    if parts.origins[name] is None:
-        used = sizes[0] // source.shape[0] * sizes[1]
-        return (array if used == source.shape[1] else array[:, :used]).reshape(sizes), (array, (), ())
-    return seen.device.zeros(sizes, seen.element), (array, *parts.origins[name])
 
 
 def _exact_rows(seen, kept, listed, given, gradients):

@@ -129,11 +129,11 @@ def gradients(q, k, v, seen, dout, scale=None):
     return dq, dk, dv
 
 
-def problem(n, m, batch=3, group=2, d=7, e=5, seed=0, dtype=np.float32):
-    """q (batch, 2 group, n, d), k and v (batch, 2, m, ...), smooth enough for low rank."""
+def problem(n, m, batch=3, group=2, d=7, e=5, seed=0, dtype=np.float32, key_heads=2):
+    """q (batch, key_heads group, n, d), k and v (batch, key_heads, m, ...), smooth enough for low rank."""
     rng = np.random.default_rng([seed, n, m])
     q, k, v = (
         rng.standard_normal((batch, heads, rows, columns)) * 1.5 / (1 + np.arange(columns)) ** 0.5
-        for heads, rows, columns in ((2 * group, n, d), (2, m, d), (2, m, e))
+        for heads, rows, columns in ((key_heads * group, n, d), (key_heads, m, d), (key_heads, m, e))
     )
     return q.astype(dtype), k.astype(dtype), (v + 0.3).astype(dtype)
