@@ -119,14 +119,14 @@ def test_prefill_is_causal_attention(rng):
 
 # --- low rank: tol is kept, and the statement holds ---
 
-HEADS, STEPS, TOL = 4, 400, 0.1
+HEADS, SEEDS, STEPS, TOL = 4, 5, 400, 0.1
 
 
 @pytest.fixture(scope="module")
 def runs():
-    """Twelve wandering heads, a third of them with a sink: cache, answers, exact answers, and every info."""
+    """Twenty wandering heads, eight of them with a sink: cache, answers, exact answers, and every info."""
     done = []
-    for seed in range(3):
+    for seed in range(SEEDS):
         q, k, v = wandering(np.random.default_rng(seed), HEADS, HEADS, 5000 + STEPS, 32, sink=8.0 * (seed % 2))
         cache, out, infos = follow(q, k, v, 5000, recent=512, tol=TOL, seed=seed)
         exact = exact_tail(q, k, v, 5000)
@@ -159,10 +159,11 @@ def test_the_statement_covers_the_true_error(runs):
                     part = slice(begin[h], i + 1)
                     held += np.sqrt(square[h, part].sum() / size[h, part].sum()) <= infos[i].error_limit[h]
                     total += 1
-    assert total == 3 * HEADS * 19
-    assert held >= 0.95 * total
+    assert total == SEEDS * HEADS * 19
+    # The looks at one head hang together: with 95 % of them one unlucky head in twenty would be too many.
+    assert held >= 0.92 * total
     overall = [errors(out, exact) <= cache.error_limit for cache, out, exact, _ in runs]
-    assert np.sum(overall) >= 11  # of 12
+    assert np.sum(overall) >= 17  # of 20: fewer have probability 0.02 at 0.95 each
 
 
 def test_the_statement_is_not_idle(runs):
