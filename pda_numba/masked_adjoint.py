@@ -212,8 +212,8 @@ def _rectangles(seen, kept, group, counts, about, parts_lse, given, gradients):
             backward(parts.problem, some, (ranges.low, ranges.high), cotangent, own, whole=whole)
     exact = np.flatnonzero(~group.low & live)
     for which in apart(parts.problem, exact):
-        about_rows = (device.take(x, exact[which]) for x in (lse, offset, cotangent))
-        rows_adjoint(parts.problem, exact[which], *about_rows, own)
+        about_rows = *(device.take(x, exact[which]) for x in (lse, offset, cotangent)), own
+        rows_adjoint(parts.problem, exact[which], *about_rows)
     for name, blocks_of, (array, head, first) in zip(own._fields, own, back, strict=True):
         blocks_of = parts.apart(blocks_of) if name == "q" and group.shape[2] > 1 else blocks_of
         for i in range(len(head)):
@@ -226,7 +226,8 @@ def _exact_rows(seen, kept, listed, given, gradients):
         offset, cotangent = cotangents(seen, heads, kept.which, listed, given, kept.rows)
         for which in apart(seen, heads):
             about = (device.take(x, which) for x in (listed, offset, cotangent))
-            rows_adjoint(seen, heads[which], *about, gradients, device.take(kept.which, which))
+            task = *about, gradients, device.take(kept.which, which)
+            rows_adjoint(seen, heads[which], *task)
 
 
 def _spread(problem, heads, mask, own, gradients):

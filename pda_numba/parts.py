@@ -33,8 +33,9 @@ def layouts(problem, heads, mask, options):
     """The `Layout`s of a problem with spans (`masked.seen_problem`)."""
     d, e = problem.shape[2:]
     pays = functools.cache(lambda queries, keys: bool(plan.decide(queries, keys, d, e, options)[1]))
-    own, found = np.stack([mask.pattern[heads], problem.key_head[heads]], axis=1), {}
+    own = np.stack([mask.pattern[heads], problem.key_head[heads]], axis=1)
     pairs, which = np.unique(own, axis=0, return_inverse=True)
+    found: dict = {}
     for i, (p, _) in enumerate(pairs):
         group = np.flatnonzero(which.reshape(-1) == i)
         found.setdefault((int(p), len(group)), []).append(group)
