@@ -11,6 +11,8 @@ from ._place import place_of_output
 from .call import TOGETHER, as_given, check_call, gpu_of, judge_heads, on_host, run_call, warn_of_error
 from .device import on_gpu, resolve_device
 from .info import ErrorEstimate
+from .mask import check as check_mask
+from .masked import seen_problem
 
 
 def attention(
@@ -146,7 +148,22 @@ def attention(
     return (out, info) if return_info else out
 
 
-def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto", check_finite=True):
+def estimate_error(
+    out,
+    q,
+    k,
+    v,
+    *,
+    n_rows=128,
+    causal=False,
+    key_lengths=None,
+    key_mask=None,
+    cu_seqlens=None,
+    scale=None,
+    seed=0,
+    device="auto",
+    check_finite=True,
+):
     """Measure how far `out` is from exact attention, whoever computed it.
 
     Exact attention is computed for a random sample of the queries: `n_rows` uniform ones, and a quarter as many drawn
@@ -160,6 +177,8 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
         As for `attention`.
     n_rows : int, default 128
         Uniform rows per head.
+    causal, key_lengths, key_mask, cu_seqlens
+        As for `attention`.
     scale : float, optional
         Factor on the logits, by default 1/sqrt(D).
     seed : int
@@ -184,6 +203,7 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
     knows: where errors sit in very few rows, the limit can be too low.
     """
     problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
+    mask = check_mask((causal, key_lengths, key_mask, cu_seqlens, None), lead, *problem.shape[:2])
     n_rows = min(_validate.whole("n_rows", n_rows, 1), max(problem.shape[0], 1))
     _validate.flag("check_finite", check_finite)
     device, _ = resolve_device(device, on_gpu=not on_host(problem))
@@ -194,12 +214,14 @@ def estimate_error(out, q, k, v, *, n_rows=128, scale=None, seed=0, device="auto
         home = place_of_output(device, problem, out, dtype)
         if check_finite and not home.is_finite():
             raise ValueError("out must be finite, got NaN or infinity; check_finite=False skips this test")
-        ranges = home.scan(check_finite) if math.prod(shape) or on_host(problem) else None
+        seen = mask and mask.seen(problem)
+        ranges = home.scan(check_finite, seen) if math.prod(shape) or on_host(problem) else None
         judged = np.zeros((5, len(problem.query_head)))
         judged[3] = 1.0  # nothing to judge: no error, for all rows
         if math.prod(shape):
             with contextlib.closing(home.groups(max(1, TOGETHER // shape[-2]))) as groups:
                 for heads, part, flat in groups:
-                    judged[:, heads] = judge_heads(part, heads, flat, n_rows, ranges)
+                    own = seen_problem(part, heads, mask) if mask else part
+                    judged[:, heads] = judge_heads(own, heads, flat, n_rows, ranges)
     error, limit, worst, share, count = (column.reshape(lead) for column in judged)
     return ErrorEstimate(error, limit, worst, share, count.astype(int))

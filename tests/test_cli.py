@@ -82,9 +82,10 @@ def test_run_passes_every_choice_on(files, monkeypatch):
     choices = (
         "--rank 8 --tol none --window 4 --proj-dim 3 --projection srht --scale 2 --method pda --device cpu --seed 7"
     )
-    result = run("-o", "o.npy", *choices.split(), "--no-check-finite", "--info")
+    result = run("-o", "o.npy", *choices.split(), "--causal", "--no-check-finite", "--info")
     assert (result.exit_code, result.output) == (0, "the report\n")
     assert seen == {
+        "causal": True,
         "rank": 8,
         "tol": None,
         "window": 4,

@@ -64,10 +64,11 @@ def _three_files(command):
 @_three_files
 @click.option("-o", "--output", required=True, metavar="O.npy", help="Where the result goes.")
 @options.full
+@click.option("--causal", is_flag=True, help="Query i sees the keys up to i + M - N alone.")
 @_FORCE
 @click.option("--info", is_flag=True, help="Print how each head was computed and how wrong it may be.")
 @options.debug
-def run(q_file, k_file, v_file, output, force, info, **choices):
+def run(q_file, k_file, v_file, output, causal, force, info, **choices):
     """Attention of the arrays in Q.npy, K.npy and V.npy, written to O.npy.
 
     The inputs are memory-mapped; the output appears complete or not at all.
@@ -75,7 +76,7 @@ def run(q_file, k_file, v_file, output, force, info, **choices):
     q, k, v = _read(q_file, k_file, v_file, choices)
     with files.Output(output, force) as target:
         array = target.array(_output_shape(q, k, v), q.dtype)
-        told = _attention(q, k, v, choices, out=array)[1]
+        told = _attention(q, k, v, choices, out=array, causal=causal)[1]
         target.finish()
     if info:
         click.echo(str(told))
@@ -105,14 +106,14 @@ def _output_shape(q, k, v):
     return (*batch, *q.shape[-3:-1], v.shape[-1])
 
 
-def _attention(q, k, v, choices, out=None):
+def _attention(q, k, v, choices, **more):
     """(output, info), with progress on a terminal."""
     from . import waiting
 
     arguments = options.for_attention(**choices)
     with bad_input(), waiting.Steps() as steps:
         steps.next(f"attention: {'x'.join(map(str, q.shape))} queries, {k.shape[-2]:,} keys")
-        return waiting.call(pda_numba.attention, q, k, v, out=out, return_info=True, **arguments)
+        return waiting.call(pda_numba.attention, q, k, v, return_info=True, **arguments, **more)
 
 
 # --- check ---
