@@ -10,7 +10,7 @@ method.
 
 import numpy as np
 
-from .finish import finish
+from .finish import Beside, finish
 from .residuals import keep_low_rank
 from .results import LEAVE_ONE_OUT, SIZE, SLOPE, HeadResult, note
 from .solve import solve, uniform_part
@@ -21,15 +21,15 @@ _HOPE = 2.0
 _LEAST_SLOPE, _SLACK = 0.3, 1.0
 
 
-def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, lse=None):
+def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, beside=None):
     """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each ("exact" where that is left to do).
 
-    `keep`, if given, is told what the gradients of the heads that are done at a rank need. With `lse (all heads, N)`
-    the output is one part of several: log2 of the normalisers goes there, and a fixed rank needs no certificate.
+    `keep`, if given, is told what the gradients of the heads that are done at a rank need. With `beside`, a
+    `finish.Beside` of all heads, the output is one part of several, and a fixed rank needs no certificate.
     """
     results = {h: HeadResult() for h in heads}
     fixed = options.tol is None or options.rank is not None
-    judged = lse is None or not fixed
+    judged = beside is None or not fixed
     active, sample, previous = np.asarray(heads), None, None
     for rank in ranks:
         last = rank == ranks[-1]
@@ -38,8 +38,10 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, lse=
         certain = fixed or (last and options.method == "pda")
         hope = np.inf if certain else _HOPE * options.tol
         # The only wait for the device: what the step found out about every head.
-        own_lse = None if lse is None else problem.device.empty((len(active), problem.shape[0]), problem.element)
-        report, finished = finish(problem, active, solved, rank, hope, ranges, out, clock, own_lse, judged)
+        own = None
+        if beside is not None:
+            own = Beside(*(problem.device.empty((len(active), problem.shape[0]), problem.element) for _ in range(2)))
+        report, finished = finish(problem, active, solved, rank, hope, ranges, out, clock, own, judged)
         report = problem.device.download(report)
         loo = report[:, LEAVE_ONE_OUT]
         worth = certain | (loo <= hope)
@@ -49,7 +51,7 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, lse=
                 note(problem, results[head], row, rank, ranges.rounding(head, problem.shape[0], row[SIZE]))
         limits = np.array([results[h].error_limit for h in active])
         done = worth & (fixed | (limits <= (options.tol or np.inf)))
-        if lse is not None and not fixed:  # the certificate knows nothing of the normalisers
+        if beside is not None and not fixed:  # the certificate knows nothing of the normalisers
             done &= loo <= options.tol
         for head in active[done]:
             results[head].reason = "fixed rank" if fixed else "tol is met"
@@ -60,8 +62,9 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, lse=
         for head in active[over & ~done]:
             _give_up(results[head], options, last)
         kept = done | (over & worth & (options.method == "pda"))
-        if lse is not None and kept.any():
-            problem.device.put(own_lse, np.flatnonzero(kept), active[kept], lse)
+        if own is not None and beside is not None and kept.any():
+            for source, target in zip(own, beside, strict=True):
+                problem.device.put(source, np.flatnonzero(kept), active[kept], target)
         if keep is not None and kept.any():
             keep(keep_low_rank(problem, active, kept, solved, finished, report))
         left = ~done & ~over

@@ -297,7 +297,7 @@ def _info(results, call, device, device_reason, memory, clock):
 # --- judging an output ---
 
 
-def judge_heads(problem, heads, out, n_rows, ranges):
+def judge_heads(problem, heads, out, n_rows, ranges, leverage=None):
     """Error, its limit, worst row, share of rows and held-out rows of some heads of `out (all heads, N, E)`."""
     n = problem.shape[0]
     report = np.zeros((len(heads), COLUMNS))
@@ -305,7 +305,9 @@ def judge_heads(problem, heads, out, n_rows, ranges):
     if n and out.shape[2]:
         step = max(1, TOGETHER // n)
         for i in range(0, len(heads), step):
-            judged = certify.judge_output(problem, heads[i : i + step], out, n_rows)
+            some = np.arange(i, min(i + step, len(heads)))
+            own = None if leverage is None else problem.device.take(leverage, some)
+            judged = certify.judge_output(problem, heads[some], out, n_rows, own)
             report[i : i + step] = problem.device.download(judged)
     rounding = [ranges.rounding(head, n, size) for head, size in zip(heads, report[:, SIZE], strict=True)]
     limit = np.hypot(report[:, LIMIT], rounding)

@@ -343,16 +343,20 @@ def judge(problem, heads, held, truth, out, norm, state, fitted, reach, live, re
     device.run(_judge_cpu, _judge_cuda, (len(heads),), live, *parts, *fitted, reach, replaced, report)
 
 
-def judge_output(problem, heads, out, n_rows):
+def judge_output(problem, heads, out, n_rows, leverage=None):
     """The report on heads of an output (all heads, N, E) that nothing else is known about, whoever computed it.
 
-    There are `n_rows` uniform rows, and a quarter as many drawn by reach.
+    There are `n_rows` uniform rows, and a quarter as many drawn by reach; if the leverage (heads, N) is known, half as
+    many by that and an eighth by reach.
     """
     device, n, count = problem.device, problem.shape[0], len(heads)
     live, nowhere = device.upload(np.ones(count, np.int64)), device.zeros(count, np.int64)
     state, work = device.zeros((count, n), np.int32), device.empty((count, n), np.float64)
     far, sizes = reach(problem, heads), (min(n_rows, n), 0, n_rows // 4)
-    held = hold_out(problem, heads, 0, state, far, far, nowhere, live, work, sizes, draw.JUDGE)
+    if leverage is not None:
+        sizes = (min(n_rows, n), n_rows // 2, n_rows // 8)
+    weight = far if leverage is None else leverage
+    held = hold_out(problem, heads, 0, state, weight, far, nowhere, live, work, sizes, draw.JUDGE)
     truth, _, _ = rows(problem, heads, held.rows, used=held.count)
     norm, every = device.empty((count, n), problem.element), device.empty((count, 0), np.int64)
     measure(problem, heads, every, device.upload(np.full(count, n)), out, norm)

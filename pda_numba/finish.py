@@ -20,7 +20,7 @@ from .core import LEFT_ALONE
 from .holdout import EXACT, FLAGGED, LOST, list_rows
 from .kernels.simd import padded
 from .kernels.team import member, members, part, sum_before, team_max, team_sum
-from .merge import place_lse
+from .merge import keep_leverage, place_lse
 from .problem import Problem
 from .reach import reach
 from .results import COLUMNS, FALLBACK_ROWS, FLAGGED_ROWS, LEAVE_ONE_OUT, RANK, SLOPE, WINDOW
@@ -213,6 +213,13 @@ class ExactRows(NamedTuple):
     lse: Any  # (heads, most)
 
 
+class Beside(NamedTuple):
+    """What is wanted beside an output that is to be merged with others."""
+
+    lse: Any  # (heads, N): log2 of every row's normaliser
+    leverage: Any  # (heads, N): of every row, 0 where it is exact
+
+
 class Finished(NamedTuple):
     """What a pass did to the rows, beside the fit's own."""
 
@@ -233,7 +240,7 @@ class _Pass:
     norm: Any  # (heads, at least N): |out_i|^2
     state: Any  # (heads, N): see `holdout`
     report: Any  # (heads, COLUMNS)
-    lse: Any = None  # (heads, N), if it is wanted
+    beside: Any = None  # `Beside`, if it is wanted
 
     def place(self, which, count, values, lse):
         """Exact rows into `out`: the first `count` of each head's list."""
@@ -243,8 +250,8 @@ class _Pass:
         self.place_lse(which, count, lse)
 
     def place_lse(self, which, count, values, shift=0.0):
-        if self.lse is not None:
-            place_lse(self.problem.device, which, count, self.rank, values, shift, self.lse)
+        if self.beside is not None:
+            place_lse(self.problem.device, which, count, self.rank, values, shift, self.beside.lse)
 
     def none(self):
         """An empty list."""
@@ -255,10 +262,10 @@ class _Pass:
         )
 
 
-def finish(problem, heads, solved, rank, hope, ranges, out, clock, lse=None, judged=True):
+def finish(problem, heads, solved, rank, hope, ranges, out, clock, beside=None, judged=True):
     """Apply, mend what cannot be trusted, certify: for the heads whose leave-one-out error is at most `hope`.
 
-    `lse (heads, N)`, if given, receives log2 of every row's normaliser. Without `judged` there is no certificate.
+    `beside`, if given, is filled. Without `judged` there is no certificate.
     Returns the report of the step, (heads, COLUMNS) in float64, and what became of the rows (None if no head is worth
     it).
     """
@@ -272,8 +279,9 @@ def finish(problem, heads, solved, rank, hope, ranges, out, clock, lse=None, jud
     with clock.stage("apply"):
         starts = device.repeat(device.upload(np.arange(0, n, plan.PANEL)[None]), len(heads))
         model = solved.tiles, solved.table, worth, solved.window, solved.basis
+        lse = None if beside is None else beside.lse
         leverage, norm = apply(problem, heads, starts, *model, (ranges.low, ranges.high), out, lse)
-    step = _Pass(problem, heads, worth, out, norm, device.zeros((len(heads), n), np.int32), report, lse)
+    step = _Pass(problem, heads, worth, out, norm, device.zeros((len(heads), n), np.int32), report, beside)
     sample = solved.sample
     fitted = certify.Fitted(sample.rows, solved.row_error, solved.row_leverage)
     with clock.stage("mend"):
@@ -284,6 +292,8 @@ def finish(problem, heads, solved, rank, hope, ranges, out, clock, lse=None, jud
     if judged:
         with clock.stage("certify"):
             held_out, pi = _certify(step, fitted, sample.uniform.shape[1], leverage, far, edges)
+    if beside is not None:
+        keep_leverage(device, step.state, leverage, beside.leverage)
     return report, Finished(flagged, held_out, pi, lost)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from . import certify, holdout, plan
 from .adaptive import low_rank
+from .finish import Beside
 from .merge import merge, place_lse, place_rows
 from .parts import blocks, by_shape, layouts, part_ranges
 from .results import HeadResult
@@ -33,6 +34,7 @@ class Whole:
     options: Any
     out: Any  # (all heads, N, E)
     lse: Any  # (heads, N): log2 of every row's normaliser so far
+    leverage: Any  # (heads, N): where errors may be, 0 where all is exact
     results: list
     clock: Any
 
@@ -40,15 +42,15 @@ class Whole:
 def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, keep=None):
     """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each.
 
-    `judge(problem, heads, out, n_rows, ranges)` is the certificate of an output; `keep`, if given, is told what the
-    gradients need.
+    `judge(problem, heads, out, n_rows, ranges, leverage)` is the certificate of an output; `keep`, if given, is told
+    what the gradients need.
     """
     device, n = problem.device, problem.shape[0]
     lse = device.empty((len(heads), n), problem.element)
     reason = "asked for" if options.method == "exact" else "exact is cheaper"
     results = [HeadResult(method="exact", reason=reason, row_share=1.0) for _ in heads]
     seen = seen_problem(problem, heads, mask)
-    whole = Whole(seen, heads, mask, options, out, lse, results, clock)
+    whole = Whole(seen, heads, mask, options, out, lse, device.zeros(lse.shape, lse.dtype), results, clock)
     found, kept = layouts(seen, heads, mask, options), []
     _exact_leaves(whole, found)
     for which in ("low", "rest"):
@@ -141,11 +143,12 @@ def _low_rank(whole, parts, options, ranks, keep):
     """The rectangles by low rank, merged; says of which this is so."""
     part, heads, clock = parts.problem, np.arange(len(parts.place)), whole.clock
     device, (n, _, _, e) = part.device, part.shape
-    out, lse = device.empty((len(heads), n, e), part.element), device.empty((len(heads), n), part.element)
-    results = low_rank(part, heads, options, ranks, part_ranges(part), out, clock, keep, lse)
+    out = device.empty((len(heads), n, e), part.element)
+    beside = Beside(*(device.zeros((len(heads), n), part.element) for _ in range(2)))
+    results = low_rank(part, heads, options, ranks, part_ranges(part), out, clock, keep, beside)
     done = np.array([result.method == "pda" for result in results])
     with clock.stage("merge"):
-        _merge(whole, parts, heads, out, lse, done)
+        _merge(whole, parts, heads, out, *beside, done)
     for places, result in zip(parts.place, results, strict=True):
         for place in places:
             _add(whole.results[place], result, len(places))
@@ -157,15 +160,17 @@ def _exact_parts(whole, parts, which):
     if len(which):
         with whole.clock.stage("exact"):
             out, lse, _ = rows(parts.problem, which)
-            _merge(whole, parts, which, out, lse, np.ones(len(which), bool))
+            nowhere = whole.problem.device.zeros(lse.shape, lse.dtype)
+            _merge(whole, parts, which, out, lse, nowhere, np.ones(len(which), bool))
 
 
-def _merge(whole, parts, which, out, lse, live):
+def _merge(whole, parts, which, out, lse, leverage, live):
     """The rectangles `which` into the output, each head of a group by itself."""
     device, group = whole.problem.device, parts.place.shape[1]
     place, live, query = parts.place[which].reshape(-1), np.repeat(live, group), np.repeat(parts.query[which], group)
-    own = *(device.upload(x) for x in (live.astype(np.int64), whole.heads[place], place, query)), whole.out, whole.lse
-    merge(device, parts.apart(out), parts.apart(lse), *own)
+    own = [device.upload(x) for x in (live.astype(np.int64), whole.heads[place], place, query)]
+    task = *(parts.apart(x) for x in (out, lse, leverage)), *own, whole.out, whole.lse, whole.leverage
+    merge(device, *task)
 
 
 def _add(total, part, group):
@@ -198,7 +203,9 @@ def _exact_rows(whole, found):
     with whole.clock.stage("exact"):
         out, lse, _ = rows(problem, whole.heads, which, used=used)
         place_rows(device, which, used, device.upload(np.asarray(whole.heads)), out, whole.out)
-        place_lse(device, which, used, device.upload(np.ones(count, np.int64)), lse, 0.0, whole.lse)
+        every, nowhere = device.upload(np.ones(count, np.int64)), device.zeros(lse.shape, lse.dtype)
+        place_lse(device, which, used, every, lse, 0.0, whole.lse)
+        place_lse(device, which, used, every, nowhere, 0.0, whole.leverage)
     return which, counts, out
 
 
@@ -211,7 +218,8 @@ def _certify(whole, ranges, judge):
     low = np.flatnonzero([result.method == "pda" for result in results])
     if len(low):
         with whole.clock.stage("certify"):
-            judged = judge(problem, heads[low], whole.out, holdout.UNIFORM, ranges)
+            leverage = problem.device.take(whole.leverage, low)
+            judged = judge(problem, heads[low], whole.out, holdout.UNIFORM, ranges, leverage)
         for p, *row in zip(low, *judged, strict=True):
             r = results[p]
             r.error, r.error_limit, r.row_error, r.row_share, r.rows = row

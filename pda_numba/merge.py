@@ -2,6 +2,8 @@
 
     lse = log(exp(lse_a) + exp(lse_b))      o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
 
+Leverages, which say where errors may be, are added up by the squares of the shares that parts had when they came.
+
 A part has its own heads, each a run of rows of a head of the whole. A part without weight has an lse of minus infinity.
 """
 
@@ -9,14 +11,17 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from .holdout import EXACT
 from .kernels.panel import larger, log_sum, weight
 from .kernels.team import barrier, member, members
+
+_MOST = 1e6  # leverage of a row that nothing is known about
 
 # --- bodies, for a team ---
 
 
 @shared
-def _merge_row(part, part_lse, i, out, lse, row):
+def _merge_row(part, part_lse, part_leverage, i, out, lse, leverage, row):
     """Row i of a part into `row` of the whole."""
     a, b = lse[row], part_lse[i]
     if b > -np.inf or b != b:
@@ -29,6 +34,14 @@ def _merge_row(part, part_lse, i, out, lse, row):
             out[row, e] = old + right / total * part[i, e]
         if member() == 0:
             lse[row] = log_sum(top, total)
+            leverage[row] += right / total * (right / total) * part_leverage[i]
+
+
+@shared
+def _keep_leverage(state, leverage, i, out):
+    """0 where a row is exact; no more than a number whose square can be added up."""
+    bounded = leverage[i] if leverage[i] < _MOST else out.dtype.type(_MOST)
+    out[i] = out.dtype.type(0) if state[i] & EXACT else bounded
 
 
 @shared
@@ -46,19 +59,21 @@ def _place_row(values, i, out, row):
 
 
 @cpu_kernel
-def _merge_cpu(part, part_lse, live, place, own, first, out, lse):
+def _merge_cpu(part, part_lse, part_leverage, live, place, own, first, out, lse, leverage):
     heads, n = part_lse.shape
     for item in prange(heads * n):
         h, i = item // n, item % n
         if live[h]:
-            _merge_row(part[h], part_lse[h], i, out[place[h]], lse[own[h]], first[h] + i)
+            parts = part[h], part_lse[h], part_leverage[h], i
+            _merge_row(*parts, out[place[h]], lse[own[h]], leverage[own[h]], first[h] + i)
 
 
 @cuda_kernel(64)
-def _merge_cuda(part, part_lse, live, place, own, first, out, lse):
+def _merge_cuda(part, part_lse, part_leverage, live, place, own, first, out, lse, leverage):
     i, h = cuda.blockIdx.x, cuda.blockIdx.y
     if live[h]:
-        _merge_row(part[h], part_lse[h], i, out[place[h]], lse[own[h]], first[h] + i)
+        parts = part[h], part_lse[h], part_leverage[h], i
+        _merge_row(*parts, out[place[h]], lse[own[h]], leverage[own[h]], first[h] + i)
 
 
 @cpu_kernel
@@ -90,15 +105,30 @@ def _place_rows_cuda(which, count, place, values, out):
         _place_row(values[h], i, out[place[h]], which[h, i])
 
 
+@cpu_kernel
+def _keep_leverage_cpu(state, leverage, out):
+    heads, n = out.shape
+    for item in prange(heads * n):
+        _keep_leverage(state[item // n], leverage[item // n], item % n, out[item // n])
+
+
+@cuda_kernel(128)
+def _keep_leverage_cuda(state, leverage, out):
+    i, h = cuda.blockIdx.x * members() + member(), cuda.blockIdx.y
+    if i < out.shape[1]:
+        _keep_leverage(state[h], leverage[h], i, out[h])
+
+
 # --- stages ---
 
 
-def merge(device, part, part_lse, live, place, own, first, out, lse):
-    """Merge the parts `part (parts, n, E)`, `part_lse (parts, n)` that are `live` into `out` and `lse`.
+def merge(device, part, part_lse, part_leverage, live, place, own, first, out, lse, leverage):
+    """Merge the parts `part (parts, n, E)`, `part_lse` and `part_leverage` (parts, n) that are `live`.
 
-    Part p is rows first[p], first[p] + 1, ... of head place[p] of `out (all heads, N, E)`, own[p] of `lse (heads, N)`.
+    Part p is rows first[p], first[p] + 1, ... of head place[p] of `out (all heads, N, E)`, own[p] of `lse` and
+    `leverage` (heads, N).
     """
-    task = part, part_lse, live, place, own, first, out, lse
+    task = part, part_lse, part_leverage, live, place, own, first, out, lse, leverage
     device.run(_merge_cpu, _merge_cuda, part_lse.shape[::-1], *task)
 
 
@@ -111,3 +141,9 @@ def place_lse(device, which, count, live, values, shift, lse):
 def place_rows(device, which, count, place, values, out):
     """out[place[h], which[h, i]] = values[h, i] for the first `count` rows of each head's list."""
     device.run(_place_rows_cpu, _place_rows_cuda, which.shape[::-1], which, count, place, values, out)
+
+
+def keep_leverage(device, state, leverage, out):
+    """out (heads, N) = the leverages (heads, at least N), 0 where the bits of `state` say that a row is exact."""
+    grid = -(-out.shape[1] // 128), len(out)
+    device.run(_keep_leverage_cpu, _keep_leverage_cuda, grid, state, leverage, out)
