@@ -89,9 +89,7 @@ def options(command):
     """What every command that needs a model takes."""
     default = fetch_documents.cache_directory() / "models"
     folder = click.Path(path_type=Path, file_okay=False)
-    command = click.option("--accept-terms", is_flag=True, help="Accept the weights' terms without being asked.")(
-        command
-    )
+    command = click.option("--accept-terms", is_flag=True, help="Accept the weights' terms unasked.")(command)
     return click.option("--models", type=folder, default=default, show_default=True, help="Folder of models.")(command)
 
 

@@ -94,9 +94,9 @@ class Gemma:
         return normed(x, self.weights["output_norm.weight"], self.shape.eps) @ self.embedding.T
 
     def surprise(self, x, following, rows=128):
-        """-log of the probability of the token that follows each of the last hidden states; whether it is the likeliest.
+        """-log of the probabilities of the tokens `following`; whether each is the likeliest one.
 
-        `following` are the tokens after the last `len(following)` states of `x`.
+        They are the tokens after the last `len(following)` hidden states of `x`.
         """
         x = x[len(x) - len(following) :]
         nats, first = np.empty(len(x)), np.empty(len(x), dtype=bool)

@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import numpy as np
 
-SCALARS = dict(enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())) | {10: "u8", 11: "i8", 12: "f8"}
+SCALARS = dict(enumerate(["u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"])) | {10: "u8", 11: "i8", 12: "f8"}
 STRING, ARRAY = 8, 9
 
 Tensor = namedtuple("Tensor", "type shape at")

