@@ -18,7 +18,7 @@ text is a novel in the public domain (see `fetch_novel`), or any file. A method 
 Results are added to a file in the output folder; what is there already is not computed again.
 """
 
-import ast
+import functools
 import json
 import time
 import warnings
@@ -29,6 +29,7 @@ import fetch_models
 import fetch_novel
 import gemma
 import numpy as np
+from attend import TOOK, Attend, took, warm_up
 from gguf_file import GGUF
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,45 +43,18 @@ NEEDLE = "\n\nThe secret number is {0}. Remember it. The secret number is {0}.\n
 QUESTION = "\n\nThe secret number is"
 
 
-class Attend:
-    """Attention of the global layers by a method's name; remembers what its calls took and what they said."""
-
-    def __init__(self, method, window=512):
-        self.method, self.window = method, window
-        self.seconds, self.cpu_seconds, self.infos = [], [], []
-
-    def __call__(self, q, k, v, scale):
-        start, cpu = time.perf_counter(), time.process_time()
-        if self.method == "exact":
-            out = gemma.exact(q, k, v, scale)
-        elif self.method == "window":
-            out = gemma.banded(q, k, v, scale, self.window)
-        else:
-            options = {"causal": True, "scale": scale, "return_info": True, **options_of(self.method)}
-            out, info = pda_numba.attention(q, k, v, **options)
-            self.infos.append(info)
-        self.seconds.append(time.perf_counter() - start)
-        self.cpu_seconds.append(time.process_time() - cpu)
-        return out
-
-    def said(self):
-        """Share of heads that were of low rank, and the median of the errors that those claim, in percent."""
-        low_rank = np.concatenate([np.ravel(info.method) == "pda" for info in self.infos] or [[]])
-        errors = np.concatenate([np.ravel(info.error) for info in self.infos] or [[]])[low_rank.astype(bool)]
-        share = f"{low_rank.sum()} of {len(low_rank)}" if len(low_rank) else ""
-        return {"low_rank": share, "error": float(np.median(errors)) if len(errors) else None}
+def attend_by(method, window):
+    """Attention of the global layers."""
+    return Attend(method, own_methods(window), causal=True)
 
 
-def options_of(method):
-    """The options of `pda_numba.attention` that a method's name stands for."""
-    if method == "streamed":
-        return {"method": "exact"}
-    options = {name: ast.literal_eval(value) for name, value in (x.split("=") for x in method.split(","))}
-    return ({"method": "pda"} if "rank" in options else {}) | options
+def own_methods(window=512):
+    """Those that do not need pda_numba."""
+    return {"exact": gemma.exact, "window": functools.partial(gemma.banded, window=window)}
 
 
 class Reader:
-    """A model that reads texts. The layers before the first global one are alike for all methods and run once a text."""
+    """A model that reads texts. Layers before the first global one, alike for all methods, run once for each text."""
 
     def __init__(self, model):
         self.model, self.read = model, (None, None, 0.0)
@@ -88,7 +62,7 @@ class Reader:
 
     def surprise(self, method, tokens, scored):
         """Nats of the last `scored` tokens, whether each was the likeliest, and what it took."""
-        attend, start = Attend(method, self.model.shape.window), time.perf_counter()
+        attend, start = attend_by(method, self.model.shape.window), time.perf_counter()
         if self.read[0] is not tokens:
             x = self.model.through(self.model.embed(tokens[:-1]), range(self.first), attend)
             self.read = tokens, x, time.perf_counter() - start
@@ -96,15 +70,7 @@ class Reader:
         x = self.model.through(self.read[1], range(self.first, self.model.shape.layers), attend)
         nats, likeliest = self.model.surprise(x, tokens[-scored:])
         seconds = time.perf_counter() - start + self.read[2]
-        layer, cpu = float(np.median(attend.seconds)), float(np.median(attend.cpu_seconds))
-        return nats, likeliest, {"layer_seconds": layer, "cpu_seconds": cpu, "seconds": seconds, **attend.said()}
-
-
-def warm_up(methods, dim):
-    """Compile and load the kernels before anything is timed."""
-    few = np.random.default_rng(0).standard_normal((3, 1, 1024, dim), dtype=np.float32)
-    for method in methods:
-        Attend(method)(*few, dim**-0.5)
+        return nats, likeliest, {"seconds": seconds, **attend.said()}
 
 
 class Results:
@@ -165,22 +131,14 @@ def _short(x):
 
 
 def perplexity_table(lines):
-    header = (
-        "tokens|global layers|nats per token|perplexity|beyond exact|likeliest right|s per global layer|CPU s|s in all"
-    )
+    header = "tokens|global layers|nats per token|perplexity|beyond exact|likeliest right"
     rows = []
     for line in lines:
         exact = [x["nats"] for x in lines if x["method"] == "exact" and x["tokens"] == line["tokens"]]
         beyond = f"{line['nats'] - exact[0]:+.4f}" if exact else ""
         numbers = [f"{line['nats']:.4f}", f"{np.exp(line['nats']):.2f}", beyond, f"{100 * line['right']:.1f} %"]
-        rows.append([f"{line['tokens']:,}", line["method"], *numbers, *_took(line)])
-    return table([*header.split("|"), "low-rank heads", "error they claim"], rows)
-
-
-def _took(line):
-    error = "" if line["error"] is None else f"{100 * line['error']:.2g} %"
-    seconds = [f"{line[x]:.2f}" for x in ("layer_seconds", "cpu_seconds")]
-    return [*seconds, f"{line['seconds']:.0f}", line["low_rank"], error]
+        rows.append([f"{line['tokens']:,}", line["method"], *numbers, f"{line['seconds']:.0f}", *took(line)])
+    return table([*header.split("|"), "s in all", *TOOK], rows)
 
 
 def recall_table(lines):
@@ -222,7 +180,7 @@ def opened(out, tokens, methods, text, novel, archive, models, accept_terms):
     filler = pieces.encode(content if content is not None else fetch_novel.novel(novel, archive=archive))
     model = gemma.Gemma.from_gguf(file)
     methods, lengths = methods.split(), [int(x) for x in tokens.split(",")]
-    warm_up([x for x in methods if x not in ("exact", "window")], model.shape.head_dim)
+    warm_up(methods, own_methods(), model.shape.head_dim, causal=True)
     out.mkdir(parents=True, exist_ok=True)
     return Reader(model), pieces, name, filler, lengths, methods
 
