@@ -53,8 +53,8 @@ class OnHost:
         self.buffer = self.out.reshape(flat) if direct else np.empty(flat, problem.element)
         self.direct = direct
 
-    def scan(self, check_finite):
-        return find_ranges(self.problem, self.dtype, check_finite=check_finite)
+    def scan(self, check_finite, seen=None):
+        return find_ranges(self.problem, self.dtype, check_finite=check_finite, seen=seen)
 
     def groups(self, size, _workspace=0):
         """Heads, problem and buffer of each group of at most `size` heads."""
@@ -120,7 +120,7 @@ class InPlace:
         pairs, part = np.unique(stacks, axis=1, return_inverse=True)
         return [(np.flatnonzero(part.reshape(-1) == i), *map(int, pair)) for i, pair in enumerate(pairs.T)]
 
-    def scan(self, check_finite):
+    def scan(self, check_finite, seen=None):
         """The ranges of all heads, stack by stack. Waits for the device."""
         p, found = self.problem, []
         for heads, q, k in self._parts():
@@ -133,7 +133,8 @@ class InPlace:
                 key_head=p.key_head[heads] - k * p.k.size,
             )
             try:
-                ranges = find_ranges(part, self.dtype, check_finite=check_finite)
+                own = None if seen is None else seen[k * p.k.size : (k + 1) * p.k.size]
+                ranges = find_ranges(part, self.dtype, check_finite=check_finite, seen=own)
             except ValueError as error:
                 first = q * p.q.size if str(error).startswith("q") else k * p.k.size
                 raise ValueError(f"{error} (heads counted from {first} on)" if first else str(error)) from None

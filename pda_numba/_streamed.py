@@ -34,9 +34,9 @@ class Streamed:
         self.host = self.out.reshape(flat) if self.direct else np.empty(flat, dtype)
         self.host = _validate.bits(self.host) if judge else self.host
 
-    def scan(self, check_finite):
+    def scan(self, check_finite, seen=None):
         """The ranges of all heads, found on the CPU: an error is raised before anything is copied or written."""
-        return find_ranges(self.problem, self.dtype, check_finite=check_finite)
+        return find_ranges(self.problem, self.dtype, check_finite=check_finite, seen=seen)
 
     def is_finite(self):
         """Of an output to judge."""

@@ -21,13 +21,15 @@ _HOPE = 2.0
 _LEAST_SLOPE, _SLACK = 0.3, 1.0
 
 
-def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None):
+def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, lse=None):
     """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each ("exact" where that is left to do).
 
-    `keep`, if given, is told what the gradients of the heads that are done at a rank need.
+    `keep`, if given, is told what the gradients of the heads that are done at a rank need. With `lse (all heads, N)`
+    the output is one part of several: log2 of the normalisers goes there, and a fixed rank needs no certificate.
     """
     results = {h: HeadResult() for h in heads}
     fixed = options.tol is None or options.rank is not None
+    judged = lse is None or not fixed
     active, sample, previous = np.asarray(heads), None, None
     for rank in ranks:
         last = rank == ranks[-1]
@@ -36,7 +38,8 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None):
         certain = fixed or (last and options.method == "pda")
         hope = np.inf if certain else _HOPE * options.tol
         # The only wait for the device: what the step found out about every head.
-        report, finished = finish(problem, active, solved, rank, hope, ranges, out, clock)
+        own_lse = None if lse is None else problem.device.empty((len(active), problem.shape[0]), problem.element)
+        report, finished = finish(problem, active, solved, rank, hope, ranges, out, clock, own_lse, judged)
         report = problem.device.download(report)
         loo = report[:, LEAVE_ONE_OUT]
         worth = certain | (loo <= hope)
@@ -55,6 +58,8 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None):
         for head in active[over & ~done]:
             _give_up(results[head], options, last)
         kept = done | (over & worth & (options.method == "pda"))
+        if lse is not None and kept.any():
+            problem.device.put(own_lse, np.flatnonzero(kept), active[kept], lse)
         if keep is not None and kept.any():
             keep(keep_low_rank(problem, active, kept, solved, finished, report))
         left = ~done & ~over

@@ -24,6 +24,11 @@ def attention(
     projection="pca",
     calibrate=True,
     window="auto",
+    causal=False,
+    key_lengths=None,
+    key_mask=None,
+    cu_seqlens=None,
+    exact_rows=None,
     scale=None,
     method="auto",
     device="auto",
@@ -61,7 +66,22 @@ def attention(
         Fit against exact rows of the original problem. False fits the projected problem itself, as in the paper.
     window : int or "auto"
         Keys with |i - j| <= window are attended to exactly; 0 is none. "auto" chooses among 0, 32 and 128 for each head
-        by the error on rows left out of the fit (if N equals M).
+        by the error on rows left out of the fit (if N equals M). Under a mask it must be 0 or "auto": the near field is
+        what each query sees last, 256 keys on average or more.
+    causal : bool, default False
+        Query i sees the keys j <= i + M - N alone: the last query sees all keys.
+    key_lengths : array of int, optional
+        Of each batch entry (the leading axes without the heads') only so many keys are there; the others are never
+        read. As many queries as ever are computed.
+    key_mask : array of bool, shape (..., M), optional
+        True where a key may be seen; leading axes broadcast with the batch. Keys that nobody may see are never read.
+    cu_seqlens : array of int, shape (B + 1,), or a pair of these, optional
+        Several sequences packed one behind the other along N and M, as in FlashAttention's varlen call: sequence b is
+        made of the queries, and keys, cu_seqlens[b] .. cu_seqlens[b + 1]. A pair is for queries and keys. Causal
+        sequences are aligned at their ends, each by itself.
+    exact_rows : slice or array of int, optional
+        Queries whose rows are exact whatever the rest is. By default, under a causal mask, the last 64 of every
+        sequence (not counting padding): the next token depends on them.
     scale : float, optional
         Factor on the logits, by default 1/sqrt(D).
     method : {"auto", "pda", "exact"}
@@ -85,7 +105,8 @@ def attention(
     Returns
     -------
     out : array, shape (..., Hq, N, E)
-        In the dtype of `q`, of the same library. On a GPU it is ready in the order of the caller's stream.
+        In the dtype of `q`, of the same library. On a GPU it is ready in the order of the caller's stream. 0 for
+        queries that see no key.
     info : AttentionInfo
         Only if `return_info`.
 
@@ -118,7 +139,8 @@ def attention(
     (2048, 32)
     """
     given = rank, tol, window, proj_dim, method, projection, calibrate
-    call = check_call(q, k, v, given, scale, seed, device, out, check_finite, progress, return_info)
+    masks = causal, key_lengths, key_mask, cu_seqlens, exact_rows
+    call = check_call(q, k, v, given, masks, scale, seed, device, out, check_finite, progress, return_info)
     out, info, _ = run_call(call, check_finite, progress, return_info)
     warn_of_error(info, call.options)
     return (out, info) if return_info else out

@@ -75,9 +75,9 @@ def _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums):
 
 @shared
 def _apply_range(
-    q, k, v, starts, factor, basis, landmarks, table, rank, window, values, low, high, out, leverage, norm
+    q, k, v, starts, factor, basis, landmarks, table, rank, window, values, low, high, out, leverage, norm, lse
 ):
-    """Some panels of one head; `leverage` and `norm` have lane_count entries for each of them."""
+    """Some panels of one head; `leverage` and `norm` have lane_count entries for each of them, `lse` one per row."""
     element, width = table.dtype, lane_count(table)
     queries = np.zeros((q.shape[1], width), element)
     coordinates = landmarks.shape[1] if basis.shape[0] else 0
@@ -115,6 +115,8 @@ def _apply_range(
             for g in range(LEVERAGE_COLUMNS):
                 square = add_square(square, sums[values + 1 + g, x] * share)
             leverage[panel * width + x] = square if sums[values, x] > 0 else np.inf
+            if lse.shape[0]:
+                lse[row + x] = log_sum(top[x], sums[values, x]) if sums[values, x] > 0 else np.inf
 
 
 # --- CPU drivers ---
@@ -141,6 +143,7 @@ def _apply_cpu(
     out,
     leverage,
     norm,
+    lse,
 ):
     heads, panels = starts.shape
     width = lane_count(table)
@@ -166,6 +169,7 @@ def _apply_cpu(
                 out[place[h]],
                 leverage[h, first * width : last * width],
                 norm[h, first * width : last * width],
+                lse[h],
             )
 
 
@@ -338,16 +342,17 @@ def _panel_rows(problem, starts):
     return which
 
 
-def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds, out=None):
+def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds, out=None, lse=None):
     """Low rank plus near field for the panels of PANEL queries that begin at `starts (heads, panels)`.
 
     Fills `out (all heads, N, E)` at `heads` if given; returns each row's leverage and |out_i|^2, both
     (heads, panels * PANEL), the leverage infinite where the normaliser is not positive. `window (heads,)` is -1 where a
     head has no near field; a head of rank 0 is left out. Without `out`, `table` holds only the columns from the
-    normaliser's on.
+    normaliser's on. `lse (heads, N)`, if given, receives log2 of each row's normaliser, infinite if not positive.
     """
     check_padding(landmarks, table, basis)
     device, element = problem.device, problem.element
+    lse = device.empty((len(heads), 0), element) if lse is None else lse
     values = 0 if out is None else out.shape[2]
     leverage, norm = (device.zeros((len(heads), starts.shape[1] * PANEL), element) for _ in range(2))
     if out is None:  # every head shares one empty output
@@ -359,25 +364,24 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
     if device.name == "cpu":
         task = *problem.arrays(heads), place
         parts = (starts[:, :, None] + np.arange(0, PANEL, lanes(element))).reshape(len(starts), -1)
-        rest = landmarks, table, rank, window, values, low, high, out, leverage, norm
+        rest = landmarks, table, rank, window, values, low, high, out, leverage, norm, lse
         _apply_cpu(*task, parts, problem.factor, basis, *rest)
         return leverage, norm
     model = landmarks, table, rank, window, basis
-    apply_on_gpu(problem, heads, place, starts, model, (low, high), values, out, leverage)
+    apply_on_gpu(problem, heads, place, starts, model, (low, high), values, out, leverage, lse)
     if values:
         panels = norm.shape[1] // PANEL, len(heads)
         device.run(None, _norm_cuda, panels, place, starts, rank, values, out, norm)
     return leverage, norm
 
 
-def apply_on_gpu(problem, heads, place, starts, model, bounds, values, out, leverage, lse=None):
-    """The driver's launch. `lse (heads, N)` receives log2 of each row's normaliser, infinity if it is not positive.
+def apply_on_gpu(problem, heads, place, starts, model, bounds, values, out, leverage, lse):
+    """The driver's launch; `lse` is (heads, N) or (heads, 0).
 
     Returns the projected queries (heads, coordinates, panels * PANEL), times the logits' factor.
     """
     device, element = problem.device, problem.element
     landmarks, table, rank, window, basis = model
-    lse = device.empty((len(heads), 0), element) if lse is None else lse
     which = _panel_rows(problem, starts) if basis.shape[1] else starts
     columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
     vectors = tile.vectors(problem.q, problem.k, problem.v) | tile.vectors(problem.q, landmarks, table, out) << 3

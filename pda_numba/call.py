@@ -16,7 +16,10 @@ from ._streamed import Streamed
 from .adaptive import low_rank
 from .device import estimated_seconds, gpu_name, on_gpu, resolve_device
 from .info import AccuracyWarning, AttentionInfo, Clock
+from .mask import check as check_mask
+from .masked import masked_attention
 from .problem import Problem
+from .rectangles import LEAF
 from .results import COLUMNS, ERROR, HELD_OUT_ROWS, LIMIT, ROW_ERROR, ROW_SHARE, SIZE, HeadResult
 from .rows import rows
 
@@ -36,6 +39,7 @@ class Call:
     device: str  # the caller's wish
     where: tuple  # device, reason
     out: Any
+    mask: Any = None  # `mask.Mask`, if not every query sees every key
 
     @property
     def shape(self):
@@ -43,19 +47,32 @@ class Call:
         return (*self.lead, self.problem.shape[0], self.problem.shape[3])
 
 
-def check_call(q, k, v, given, scale, seed, device, out, check_finite, progress=False, return_info=False):
-    """Every check of `attention`, in its order; `given` are the options that go to the plan."""
+def check_call(q, k, v, given, masks, scale, seed, device, out, check_finite, progress=False, return_info=False):
+    """Every check of `attention`, in its order; `given` are the options that go to the plan, `masks` those of masks."""
     problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
     n, m, d, e = problem.shape
     options = _validate.options(*given, n=n, m=m, d=d)
     for name, value in (("check_finite", check_finite), ("progress", progress), ("return_info", return_info)):
         _validate.flag(name, value)
     shape = (*lead, n, e)
+    mask = check_mask(*masks, lead, n, m)
+    if mask:
+        _check_with_mask(options)
     chosen = plan.decide(n, m, d, e, options) if math.prod(shape) else ("exact", (), "nothing to do")
     where = _where_to_run(device, problem, chosen)
     if out is not None:
         out = _validate.check_out(out, shape, dtype, **as_given(problem, q, k, v))
-    return Call(problem, lead, dtype, options, chosen, device, where, out)
+    return Call(problem, lead, dtype, options, chosen, device, where, out, mask)
+
+
+def _check_with_mask(options):
+    if not options.calibrate:
+        raise ValueError("calibrate must be True under a mask or with exact_rows, got False")
+    if options.window:
+        raise ValueError(
+            f"window must be 'auto' or 0 under a mask or with exact_rows, got {options.window}: there the last "
+            f"keys that a query sees are exact, up to {LEAF} or more"
+        )
 
 
 def run_call(call, check_finite, progress, measure, keep=None):
@@ -66,11 +83,11 @@ def run_call(call, check_finite, progress, measure, keep=None):
         home, device_reason = _home(call)
         kept = keep and (lambda part: keep(part.over(home.device.hold)))
         measure = measure or _insisted(call.options)
-        results, ranges = _compute(home, call.options, call.chosen, clock, check_finite, measure, progress, kept)
+        results, ranges = _compute(home, call, clock, check_finite, measure, progress, kept)
         with clock.stage("output"):
             out = home.result()
         device_reason += f" ({gpu_name()})" if home.device.name == "cuda" and measure else ""
-    memory = _memory(home.device, problem, call.chosen)
+    memory = _memory(home.device, problem, call.chosen, call.mask)
     return out, _info(results, call, home.device.label, device_reason, memory, clock), ranges
 
 
@@ -108,44 +125,61 @@ def _home(call):
     home = place(device, *target)
     if call.device != "auto" or not isinstance(home, Streamed):
         return home, reason
-    if home.fits(*_group(home.device, call.problem, call.chosen)):
+    if home.fits(*_group(home.device, call.problem, call.chosen, call.mask)):
         return home, reason
     return place("cpu", *target), "auto: the arrays of one head do not fit into the GPU"
 
 
-def _group(device, problem, chosen):
+def _group(device, problem, chosen, mask):
     """How many heads are computed together, and the bytes of workspace that each takes."""
     n, m, d, e = problem.shape
     heads, itemsize, ranks = max(1, len(problem.query_head)), problem.element.itemsize, chosen[1]
+    if mask:  # half of the queries are in the largest rectangle
+        memory = itemsize * n * (e + 3) // 2 + itemsize * m * (d + e) * mask.compacts
+        memory += plan.head_workspace(n // 2, m // 2, d, e, ranks[-1], itemsize) if ranks else 0
+        return max(1, min(heads, int(device.group_bytes // memory))), memory
     if ranks:
         memory = plan.head_workspace(n, m, d, e, ranks[-1], itemsize)
         return max(1, min(heads, int(device.group_bytes // memory))), memory
     return (heads if device.name == "cpu" else max(1, min(heads, _EXACT_ROWS // max(n, 1)))), 2 * n * itemsize
 
 
-def _memory(device, problem, chosen):
+def _memory(device, problem, chosen, mask):
     """Bytes beyond inputs and output."""
     _, _, d, e = problem.shape
-    return math.prod(_group(device, problem, chosen)) if chosen[1] else plan.exact_workspace(d, e)
+    return math.prod(_group(device, problem, chosen, mask)) if chosen[1] or mask else plan.exact_workspace(d, e)
 
 
-def _compute(home, options, chosen, clock, check_finite, measure, progress, keep):
+def _compute(home, call, clock, check_finite, measure, progress, keep):
     """Every head: a HeadResult each, and the values' ranges. With `measure` exact heads are told what rounding may
     cost; `keep` gets what the gradients need.
     """
-    method, ranks, reason = chosen
+    method, ranks, reason = call.chosen
     problem = home.problem
     nothing, ranges = 0 in (*problem.shape[::3], len(problem.query_head)), None
-    if (check_finite or measure or ranks or keep) and (not nothing or on_host(problem)):
+    if (check_finite or measure or ranks or keep or call.mask) and (not nothing or on_host(problem)):
         with clock.stage("scan"):
-            ranges = home.scan(check_finite)
+            ranges = home.scan(check_finite, call.mask and call.mask.seen(problem))
     results = [HeadResult(method="exact", reason=reason) for _ in problem.query_head]
     if not nothing:
-        size, memory = _group(home.device, problem, chosen)
+        size, memory = _group(home.device, problem, call.chosen, call.mask)
         total = progress and method == "pda" and -(-len(results) // size)
-        known = ranges if ranks or measure else None
-        _in_groups(home.groups(size, memory), results, options, ranks, known, clock, total, keep)
+        known = ranges if ranks or measure or call.mask else None
+        groups = home.groups(size, memory)
+        if call.mask:
+            _masked_groups(groups, results, call, known, clock, total, keep)
+        else:
+            _in_groups(groups, results, call.options, ranks, known, clock, total, keep)
     return results, ranges
+
+
+def _masked_groups(groups, results, call, ranges, clock, total, keep):
+    """All heads under the call's mask, in groups. Fills `results`."""
+    with contextlib.closing(groups):
+        for heads, problem, buffer in _with_progress(groups, total):
+            task = problem, heads, call.mask, call.options, ranges, buffer, clock, judge_heads, keep
+            for head, result in zip(heads, masked_attention(*task), strict=True):
+                results[head] = result
 
 
 def _in_groups(groups, results, options, ranks, ranges, clock, total, keep):

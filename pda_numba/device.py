@@ -34,6 +34,24 @@ def _move_cuda(source, index, repeats, out, column):
 
 
 @cuda_kernel(256)
+def _put_cuda(source, index, place, out):
+    """out[place[i]] = source[index[i]]."""
+    for i in range(cuda.blockIdx.y, index.shape[0], cuda.gridDim.y):
+        for c in range(cuda.blockIdx.x * members() + member(), source.shape[1], cuda.gridDim.x * members()):
+            out[place[i], c] = source[index[i], c]
+
+
+@cuda_kernel(256)
+def _cut_cuda(source, head, first, out):
+    """out[i] = rows first[i], first[i] + 1, ... of source[head[i]]."""
+    blocks, n, columns = out.shape
+    for item in range(cuda.blockIdx.x * members() + member(), blocks * n * columns, cuda.gridDim.x * members()):
+        row, c = item // columns, item % columns
+        i = row // n
+        out[i, row % n, c] = source[head[i], first[i] + row % n, c]
+
+
+@cuda_kernel(256)
 def _fill_cuda(out, word):
     for i in range(cuda.blockIdx.x * members() + member(), out.shape[0], cuda.gridDim.x * members()):
         out[i] = word
@@ -116,6 +134,30 @@ class Cpu:
     def take(array, index):
         """array[index] along the first axis."""
         return array[index]
+
+    @staticmethod
+    def is_contiguous(array):
+        return array.flags.c_contiguous
+
+    @staticmethod
+    def gather_rows(source, head, index):
+        """Rows index[i] of source[head[i]]: (len(head), rows, columns)."""
+        return source[head[:, None], index]
+
+    @staticmethod
+    def scope():
+        """A context at whose end what was made inside may be forgotten."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def cut(source, head, first, size):
+        """Blocks of `size` rows, block i from source[head[i], first[i]] on: (blocks, size, columns)."""
+        return np.stack([source[h, i : i + size] for h, i in zip(head, first, strict=True)])
+
+    @staticmethod
+    def put(source, index, place, out):
+        """out[place] = source[index] along the first axis."""
+        out[place] = source[index]
 
     @staticmethod
     def repeat(array, count):
@@ -269,6 +311,32 @@ class Cuda:
     def take(self, array, index):
         index = self.upload(index) if isinstance(index, np.ndarray) else index
         return self._gathered(array, index, len(index), 1)
+
+    @staticmethod
+    def is_contiguous(array):
+        steps = [array.dtype.itemsize * math.prod(array.shape[i + 1 :]) for i in range(array.ndim)]
+        return all(n <= 1 or a == b for a, b, n in zip(array.strides, steps, array.shape, strict=True))
+
+    def gather_rows(self, source, head, index):
+        rows = self.cut(source, np.repeat(head, index.shape[1]), index.reshape(-1), 1)
+        return rows.reshape(*index.shape, source.shape[2])
+
+    @contextlib.contextmanager
+    def scope(self):
+        used, uploads = list(self.used), dict(self.uploads)
+        yield
+        self.used, self.uploads = used + [0] * (len(self.chunks) - len(used)), uploads
+
+    def cut(self, source, head, first, size):
+        out = self.empty((len(head), size, source.shape[2]), source.dtype)
+        grid = max(1, min(4096, -(-math.prod(out.shape) // 256)))
+        _cut_cuda.launch(grid, self.stream, source, self.upload(head), self.upload(first), out)
+        return out
+
+    def put(self, source, index, place, out):
+        source, out = self._words(source), self._words(out)
+        grid = min(256, -(-source.shape[1] // 256)), min(len(index), _LARGEST_GRID)
+        _put_cuda.launch(grid, self.stream, source, self.upload(index), self.upload(place), out)
 
     def repeat(self, array, count):
         return self._gathered(array, self.upload(np.empty(0, np.int64)), array.shape[0] * count, count)

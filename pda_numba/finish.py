@@ -7,6 +7,7 @@ computed exactly, and those past this budget whose normaliser is not positive be
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from .core import LEFT_ALONE
 from .holdout import EXACT, FLAGGED, LOST, list_rows
 from .kernels.simd import padded
 from .kernels.team import member, members, part, sum_before, team_max, team_sum
+from .merge import place_lse
 from .problem import Problem
 from .reach import reach
 from .results import COLUMNS, FALLBACK_ROWS, FLAGGED_ROWS, LEAVE_ONE_OUT, RANK, SLOPE, WINDOW
@@ -231,12 +233,18 @@ class _Pass:
     norm: Any  # (heads, at least N): |out_i|^2
     state: Any  # (heads, N): see `holdout`
     report: Any  # (heads, COLUMNS)
+    lse: Any = None  # (heads, N), if it is wanted
 
-    def place(self, which, count, values):
+    def place(self, which, count, values, lse):
         """Exact rows into `out`: the first `count` of each head's list."""
         device = self.problem.device
         lists = device.upload(np.asarray(self.heads)), which, count, self.rank, values
         device.run(_place_cpu, _place_cuda, which.shape[::-1], *lists, self.out, self.norm, self.state)
+        self.place_lse(which, count, lse)
+
+    def place_lse(self, which, count, values, shift=0.0):
+        if self.lse is not None:
+            place_lse(self.problem.device, which, count, self.rank, values, shift, self.lse)
 
     def none(self):
         """An empty list."""
@@ -247,9 +255,10 @@ class _Pass:
         )
 
 
-def finish(problem, heads, solved, rank, hope, ranges, out, clock):
+def finish(problem, heads, solved, rank, hope, ranges, out, clock, lse=None, judged=True):
     """Apply, mend what cannot be trusted, certify: for the heads whose leave-one-out error is at most `hope`.
 
+    `lse (heads, N)`, if given, receives log2 of every row's normaliser. Without `judged` there is no certificate.
     Returns the report of the step, (heads, COLUMNS) in float64, and what became of the rows (None if no head is worth
     it).
     """
@@ -263,16 +272,18 @@ def finish(problem, heads, solved, rank, hope, ranges, out, clock):
     with clock.stage("apply"):
         starts = device.repeat(device.upload(np.arange(0, n, plan.PANEL)[None]), len(heads))
         model = solved.tiles, solved.table, worth, solved.window, solved.basis
-        leverage, norm = apply(problem, heads, starts, *model, (ranges.low, ranges.high), out)
-    step = _Pass(problem, heads, worth, out, norm, device.zeros((len(heads), n), np.int32), report)
+        leverage, norm = apply(problem, heads, starts, *model, (ranges.low, ranges.high), out, lse)
+    step = _Pass(problem, heads, worth, out, norm, device.zeros((len(heads), n), np.int32), report, lse)
     sample = solved.sample
     fitted = certify.Fitted(sample.rows, solved.row_error, solved.row_leverage)
     with clock.stage("mend"):
-        step.place(fitted.rows, device.upload(np.full(len(heads), fitted.rows.shape[1])), sample.out)
+        step.place(fitted.rows, device.upload(np.full(len(heads), fitted.rows.shape[1])), sample.out, sample.lse)
         far = reach(problem, heads)
         flagged, lost = _mend(step, solved, fitted, leverage, far, rank)
-    with clock.stage("certify"):
-        held_out, pi = _certify(step, fitted, sample.uniform.shape[1], leverage, far, edges)
+    held_out, pi = step.none(), device.empty((len(heads), 0), np.float64)
+    if judged:
+        with clock.stage("certify"):
+            held_out, pi = _certify(step, fitted, sample.uniform.shape[1], leverage, far, edges)
     return report, Finished(flagged, held_out, pi, lost)
 
 
@@ -297,13 +308,14 @@ def _mend(step, solved, fitted, leverage, reach, budget):
     if not _surely_none(problem, flags):
         flagged = _listed(problem, flagged, flags)
         values, lse, _ = rows(problem, heads, flagged, used=flags)
-        step.place(flagged, flags, values)
+        step.place(flagged, flags, values, lse)
         mended = ExactRows(flagged, flags, values, lse)
     if _surely_none(problem, losses):
         return mended, (order[:, :0], losses)
     lost = _listed(problem, order, losses)
-    alone, _ = landmarks_alone(problem, heads, solved.keys, solved.found)
-    rows(alone, heads, lost, used=losses, place=step.out)
+    alone, keys = landmarks_alone(problem, heads, solved.keys, solved.found)
+    _, lse, _ = rows(alone, heads, lost, used=losses, place=step.out)
+    step.place_lse(lost, losses, lse, math.log2(problem.shape[1] / keys.shape[1]))  # as if all keys were like these
     certify.measure(problem, heads, lost, losses, step.out, step.norm)
     return mended, (lost, losses)
 
@@ -335,5 +347,5 @@ def _certify(step, fitted, first, leverage, reach, edges):
     drawn = holdout.hold_out(problem, heads, first, step.state, leverage, reach, edges, step.rank, work)
     truth, lse, _ = rows(problem, heads, drawn.rows, used=drawn.count)
     certify.judge(problem, heads, drawn, truth, step.out, step.norm, step.state, fitted, reach, step.rank, step.report)
-    step.place(drawn.rows, drawn.count, truth)
+    step.place(drawn.rows, drawn.count, truth, lse)
     return ExactRows(drawn.rows, drawn.count, truth, lse), drawn.pi

@@ -52,6 +52,11 @@ def attention_forward(
     projection="pca",
     calibrate=True,
     window="auto",
+    causal=False,
+    key_lengths=None,
+    key_mask=None,
+    cu_seqlens=None,
+    exact_rows=None,
     scale=None,
     method="auto",
     device="auto",
@@ -93,7 +98,8 @@ def attention_forward(
     True
     """
     given = rank, tol, window, proj_dim, method, projection, calibrate
-    call = check_call(q, k, v, given, scale, seed, device, None, check_finite)
+    masks = causal, key_lengths, key_mask, cu_seqlens, exact_rows
+    call = check_call(q, k, v, given, masks, scale, seed, device, None, check_finite)
     parts: list = []
     out, info, ranges = run_call(call, check_finite, False, True, parts.append)
     warn_of_error(info, call.options)

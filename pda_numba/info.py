@@ -73,6 +73,11 @@ class AttentionInfo:
         Rows the fit could not be trusted on: computed exactly, or by the softmax over the landmarks where there were
         too many (`fallback_rows`).
     fallback_rows : ndarray of int
+    empty_rows : ndarray of int
+        Queries that may not see any key; their output is 0.
+    rectangles : ndarray of int
+        Under a mask, the rectangles of queries and keys that are of low rank; rank, effective rank and leave-one-out
+        error are then the largest of these.
     tol : float or None
     seed : int
     device, device_reason, dtype : str
@@ -98,6 +103,8 @@ class AttentionInfo:
     leave_one_out: np.ndarray
     flagged_rows: np.ndarray
     fallback_rows: np.ndarray
+    empty_rows: np.ndarray
+    rectangles: np.ndarray
     tol: float | None
     seed: int
     device: str

@@ -15,7 +15,8 @@ class Problem:
     `query_head[h]` and the keys of `key_head[h]`.
 
     16-bit floats are seen as integers of the same width (`kernels.scalar.widen`); `element` is the dtype of the
-    arithmetic, `factor` the logits' scale in units of log 2. Heads are numbered on the host.
+    arithmetic, `factor` the logits' scale in units of log 2. Heads are numbered on the host, and so are the masks:
+    query i of head h sees the keys `spans[pattern[h], i]` (`kernels.span`), all of them if there are no spans.
     """
 
     q: Any
@@ -27,6 +28,8 @@ class Problem:
     scale: float
     seed: int
     device: Any = CPU
+    spans: np.ndarray | None = None
+    pattern: np.ndarray | None = None
 
     @property
     def factor(self):
@@ -40,6 +43,12 @@ class Problem:
     def arrays(self, heads):
         """What every driver begins with: the arrays, and for each head of the call its place in them."""
         return self.q, self.k, self.v, self.query_heads(heads), self.key_heads(heads)
+
+    def seen(self, heads):
+        """The spans, and for each head of the call its place in them."""
+        spans = np.empty((1, 0, 2), np.int32) if self.spans is None else self.spans
+        pattern = np.zeros(len(heads), np.int64) if self.pattern is None else self.pattern[heads]
+        return self.device.upload(spans), self.device.upload(pattern)
 
     def query_heads(self, heads):
         return self.device.upload(self.query_head[heads])

@@ -41,6 +41,8 @@ class HeadResult:
     leave_one_out: float = math.nan
     flagged_rows: int = 0
     fallback_rows: int = 0
+    empty_rows: int = 0
+    rectangles: int = 0
     flops: float = 0.0
 
 

@@ -4,7 +4,8 @@
 
 One pass over the keys (online softmax, Milakov and Gimelshein 2018; tiled as in FlashAttention, Dao et al. 2022).
 The keys are cut into `splits` of fixed size, so that a few rows over many keys still occupy every core; the partial
-results are merged in a fixed order, so that the number of threads does not change a bit.
+results are merged in a fixed order, so that the number of threads does not change a bit. Where the problem has spans
+(`kernels.span`) j runs over the keys that a query sees; the output of one that sees none is 0, its lse minus infinity.
 `lse` and the masses are in units of log 2.
 """
 
@@ -27,7 +28,8 @@ from .kernels.panel import (
     weight,
 )
 from .kernels.simd import lane_count, lanes, padded
-from .kernels.team import barrier, member, members
+from .kernels.span import add_seen, hide_unseen, inside, is_finite, outside, place_spans, spoil_of, spread
+from .kernels.team import barrier, member, members, team_max
 from .problem import Problem
 
 # --- bodies ---
@@ -40,7 +42,23 @@ def _chosen(which, h, i):
 
 
 @shared
-def _attend(q, k, v, which, h, first, count, start, stop, factor, place, out, lse, mass):
+def _place_queries(q, which, h, first, count, factor, spans, start, stop, queries, lows, highs):
+    """Queries into their lanes, with what they see of the keys start .. stop; returns the range that some see."""
+    width, low, high = lane_count(queries), stop, start
+    for i in range(count):
+        p, x = i // width, i % width
+        row = _chosen(which, h, first + i)
+        pack_query(queries[p], x, q, row, factor)
+        if spans.shape[0]:
+            place_spans(spans, row, start, stop, lows[p], highs[p], x)
+            if lows[p, x] < highs[p, x]:
+                low, high = min(low, lows[p, x]), max(high, highs[p, x])
+            spread(lows[p], highs[p], x, width)
+    return (low, high) if spans.shape[0] else (start, stop)
+
+
+@shared
+def _attend(q, k, v, which, h, first, count, start, stop, factor, spans, place, out, lse, mass):
     """The queries first .. first + count of head h's list against keys start .. stop; row i of `out` is `place[i]`."""
     element = out.dtype
     width = lane_count(out)
@@ -53,26 +71,36 @@ def _attend(q, k, v, which, h, first, count, start, stop, factor, place, out, ls
     tile_total, peak = np.empty(width, element), np.empty(width, element)
     scores = np.empty((TILE, width), element)
     key_tile, value_tile = np.empty((TILE, depth), element), np.empty((TILE, values), element)
-    for i in range(count):
-        pack_query(queries[i // width], i % width, q, _chosen(which, h, first + i), factor)
+    lows, highs = np.empty((used, width), np.int64), np.empty((used, width), np.int64)
+    task = spans, start, stop, queries, lows, highs
+    start, stop = _place_queries(q, which, h, first, count, factor, *task)
     for j in range(start, stop, TILE):
         keys = min(TILE, stop - j)
         load_tile(key_tile, k, j, keys)
         load_tile(value_tile, v, j, keys)
         for p in range(used):
+            seen = not spans.shape[0] or inside(lows[p], highs[p], j, keys)
+            if not seen and outside(lows[p], highs[p], j, keys):
+                continue
             multiply_keys(scores, key_tile, queries[p], keys)
+            if not seen:
+                hide_unseen(scores, lows[p], highs[p], j, keys, -element.type(np.inf))
             raise_top(top[p], peak, total[p], sums[p], scores, keys)
             tile_total[:] = 0
             weigh(scores, top[p], tile_total, keys)
             total[p] += tile_total
-            add_values(sums[p], value_tile, scores, keys)
+            if seen or is_finite(value_tile, keys):
+                add_values(sums[p], value_tile, scores, keys)
+            else:
+                add_seen(sums[p], value_tile, scores, lows[p], highs[p], j, keys)
             if mass.shape[0]:
                 for x in range(min(width, count - p * width)):
                     mass[first + p * width + x, j // TILE] = log_sum(top[p, x], tile_total[x])
     for i in range(count):
         p, x = i // width, i % width
-        lse[first + i] = log_sum(top[p, x], total[p, x])
-        share = 1 / total[p, x]
+        some = total[p, x] > 0 or total[p, x] != total[p, x]
+        lse[first + i] = log_sum(top[p, x], total[p, x]) if some else -np.inf
+        share = 1 / total[p, x] if some else element.type(0)
         row = _chosen(which, h, first + i) if place else first + i
         for e in range(v.shape[1]):
             out[row, e] = sums[p, e, x] * share
@@ -82,18 +110,21 @@ def _attend(q, k, v, which, h, first, count, start, stop, factor, place, out, ls
 def _merge(partial_out, partial_lse, h, i, out, lse):
     """o = sum_s 2^(lse_s - lse) o_s, in the order of the splits, for one row by a team."""
     splits = partial_lse.shape[0]
+    infinity, zero = partial_lse.dtype.type(np.inf), partial_lse.dtype.type(0)
     top = partial_lse[0, h, i]
     for s in range(1, splits):
         top = larger(partial_lse[s, h, i], top)
-    total = top - top
+    none = top == -infinity  # a query that sees no key
+    top = zero if none else top
+    total = zero
     for s in range(splits):
         total += weight(partial_lse[s, h, i], top)
     if member() == 0:
-        lse[h, i] = log_sum(top, total)
+        lse[h, i] = -infinity if none else log_sum(top, total)
     for e in range(member(), out.shape[2], members()):
         out[h, i, e] = 0
     for s in range(splits):
-        share = weight(partial_lse[s, h, i], top) / total
+        share = zero if none else weight(partial_lse[s, h, i], top) / total
         for e in range(member(), out.shape[2], members()):
             out[h, i, e] += share * partial_out[s, h, i, e]
 
@@ -102,7 +133,9 @@ def _merge(partial_out, partial_lse, h, i, out, lse):
 
 
 @cpu_kernel
-def _rows_cpu(q, k, v, query_head, key_head, which, used, place, scatter, split, factor, out, lse, mass):
+def _rows_cpu(
+    q, k, v, query_head, key_head, spans, pattern, which, used, place, scatter, split, factor, out, lse, mass
+):
     splits, heads, count = lse.shape
     block = PANELS * lane_count(out)
     blocks = (count + block - 1) // block
@@ -123,6 +156,7 @@ def _rows_cpu(q, k, v, query_head, key_head, which, used, place, scatter, split,
                 s * split,
                 min(keys, (s + 1) * split),
                 factor,
+                spans[pattern[h]],
                 scatter,
                 out[s, place[h]],
                 lse[s, h],
@@ -142,14 +176,32 @@ def _merge_cpu(partial_out, partial_lse, used, out, lse):
 # --- CUDA drivers ---
 
 
-def _rows_driver(element):
+def _rows_driver(element, spanned):
     """One block for THREADS queries, one split of the keys and a a value columns of one head."""
     a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
     threads = tile.THREADS
-    lowest = element.type(np.finfo(element).min / 2)
+    lowest, infinity = element.type(np.finfo(element).min / 2), element.type(np.inf)
 
     @cuda_kernel(tile.THREADS, tile.BLOCKS)
-    def rows_cuda(q, k, v, query_head, key_head, which, used, place, scatter, split, factor, vectors, out, lse, mass):
+    def rows_cuda(
+        q,
+        k,
+        v,
+        query_head,
+        key_head,
+        spans,
+        pattern,
+        which,
+        used,
+        place,
+        scatter,
+        split,
+        factor,
+        vectors,
+        out,
+        lse,
+        mass,
+    ):
         t, h = cuda.threadIdx.x, cuda.blockIdx.z
         columns = (v.shape[2] + columns_at_once - 1) // columns_at_once
         s, column = cuda.blockIdx.y // columns, cuda.blockIdx.y % columns * columns_at_once
@@ -169,19 +221,33 @@ def _rows_driver(element):
         piece = cuda.local.array(piece_size, element)
         left = cuda.local.array(a, element)
         right = cuda.local.array(a, element)
+        spoils = cuda.shared.array(keys if spanned else 1, element)
         memory, registers = (scores, queries, buffers), (product, left, right, piece)
         q_h, k_h, v_h = q[query_head[h]], k[key_head[h]], v[key_head[h]]
         start, stop = s * split, min(k.shape[1], (s + 1) * split)
         row = _chosen(which, h, min(i, used[h] - 1))
-        zero = acc.dtype.type(0)
+        zero, one = acc.dtype.type(0), acc.dtype.type(1)
         top[t], total[t] = lowest, zero
         tile.fill(acc, zero)
-        for j in range(start, stop, keys):
+        first, partly = start, False
+        if spanned:
+            low, high = max(spans[pattern[h], row, 0], start), min(spans[pattern[h], row, 1], stop)
+            low = low if low < high else stop
+            first, last_low = -team_max(-low), team_max(low)
+            stop, first_high = team_max(high), -team_max(-high)
+        for j in range(first, stop, keys):
             # queries are never projected here: `scores` stands for the matrix that would hold them
             tile.score_tile(
-                memory, registers, q_h, row, factor, scores, t, False, k_h, j, stop, j == start, t, a, vectors
+                memory, registers, q_h, row, factor, scores, t, False, k_h, j, stop, j == first, t, a, vectors
             )
             tile.hide_scores(scores, min(keys, stop - j), lowest, t)
+            if spanned:
+                partly = j < last_low or j + keys > first_high
+                if partly:
+                    if t < keys:
+                        spoils[t] = spoil_of(v_h, j + t, stop, zero)
+                    barrier()
+                    tile.hide_unseen(scores, spoils, j, low, high, -infinity, t)
             peak = tile.peak_of(scores, top[t], t)
             shrink = weight(top[t], peak)
             top[t], factors[t] = peak, shrink
@@ -190,13 +256,14 @@ def _rows_driver(element):
             tile_total[t] = added if j % TILE == 0 else tile_total[t] * shrink + added
             if mass.shape[1] and column == 0 and i < used[h] and (j + keys >= stop or (j + keys) % TILE == 0):
                 mass[h, i, j // TILE] = log_sum(peak, tile_total[t])
-            tile.begin_values(memory, registers, v_h, j, stop, column, t, a, vectors & 4)
+            tile.begin_values(memory, registers, v_h, j, stop, column, t, a, vectors & 4, partly)
             barrier()
             tile.scale_queries(acc, factors, t, a)
-            tile.add_values(acc, memory, registers, v_h, j, stop, column, t, a, vectors & 4)
-        factors[t] = acc.dtype.type(1) / total[t]
+            tile.add_values(acc, memory, registers, v_h, j, stop, column, t, a, vectors & 4, partly)
+        none = total[t] == zero
+        factors[t] = zero if none else one / total[t]
         if column == 0 and i < used[h]:
-            lse[s, h, i] = log_sum(top[t], total[t])
+            lse[s, h, i] = -infinity if none else log_sum(top[t], total[t])
         barrier()
         tile.scale_queries(acc, factors, t, a)
         tile.put_block(queries, acc, t, a)
@@ -207,7 +274,11 @@ def _rows_driver(element):
     return rows_cuda
 
 
-_ROWS_CUDA = {element: _rows_driver(np.dtype(element)) for element in (np.float32, np.float64)}
+def _rows_drivers(spanned):
+    return {element: _rows_driver(np.dtype(element), spanned) for element in (np.float32, np.float64)}
+
+
+_ROWS_CUDA, _SPANS_CUDA = _rows_drivers(False), _rows_drivers(True)
 
 
 @cuda_kernel(64)
@@ -226,7 +297,7 @@ def rows(problem: Problem, heads, which=None, *, masses=False, out=None, used=No
     is written to place[heads[h], which[h, i]]; otherwise to `out (heads, n, E)`, which is made if not given.
 
     Returns `out` (or `place`), `lse (heads, n)` and, if asked for, `masses (heads, n, tiles)`: log2 of the sum of
-    exp(s_ij) over each tile of keys, from which landmarks are drawn.
+    exp(s_ij) over each tile of keys, from which landmarks are drawn (not of a problem with spans).
     """
     device, element = problem.device, problem.element
     n, m, _, e = problem.shape
@@ -242,13 +313,14 @@ def rows(problem: Problem, heads, which=None, *, masses=False, out=None, used=No
     mass = device.empty((len(heads), count if masses else 0, -(-m // TILE)), element)
     partial_out = device.empty((splits, *out.shape), element) if splits > 1 else out.reshape(1, *out.shape)
     partial_lse = device.empty((splits, *lse.shape), element) if splits > 1 else lse.reshape(1, *lse.shape)
-    task = *problem.arrays(heads), which, used, target, scatter, split, problem.factor
+    task = *problem.arrays(heads), *problem.seen(heads), which, used, target, scatter, split, problem.factor
     if device.name == "cpu":
         _rows_cpu(*task, partial_out, partial_lse, mass)
     else:
         grid = -(-count // tile.THREADS), splits * -(-e // tile.geometry(element).columns), len(heads)
         vectors = tile.vectors(problem.q, problem.k, problem.v, partial_out)
-        device.run(None, _ROWS_CUDA[element.type], grid, *task, vectors, partial_out, partial_lse, mass)
+        drivers = _ROWS_CUDA if problem.spans is None else _SPANS_CUDA
+        device.run(None, drivers[element.type], grid, *task, vectors, partial_out, partial_lse, mass)
     if splits > 1:
         device.run(_merge_cpu, _merge_cuda, (count, len(heads)), partial_out, partial_lse, used, out, lse)
     return out, lse, mass

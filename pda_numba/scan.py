@@ -52,13 +52,19 @@ def _fold(low, high, square, total, finite, h, row, lowest, highest, report):
 
 
 @shared
-def _first_bad(x, piece, finite, place):
+def _read(seen, h, i):
+    """Is row i looked at? `seen` is empty where all are."""
+    return seen.shape[1] == 0 or seen[h, i] != 0
+
+
+@shared
+def _first_bad(x, seen, piece, finite, place):
     """Head, row and column of the first value that is not finite."""
     for h in range(x.shape[0]):
         for p in range(finite.shape[1]):
             if not finite[h, p]:
                 for i in range(p * piece, min(x.shape[1], (p + 1) * piece)):
-                    for d in range(x.shape[2]):
+                    for d in range(x.shape[2] if _read(seen, h, i) else 0):
                         value = widen(x[h, i, d])
                         if value - value != value - value:
                             place[0], place[1], place[2] = h, i, d
@@ -69,7 +75,7 @@ def _first_bad(x, piece, finite, place):
 
 
 @cpu_kernel
-def _scan_cpu(x, low, high, square, total, finite):
+def _scan_cpu(x, seen, low, high, square, total, finite):
     heads, n, columns = x.shape
     pieces = finite.shape[1]
     for item in prange(heads * pieces):
@@ -80,6 +86,8 @@ def _scan_cpu(x, low, high, square, total, finite):
             low[h, piece, d] = np.inf
             high[h, piece, d] = -np.inf
         for i in range(piece * _PIECE, min(n, (piece + 1) * _PIECE)):
+            if not _read(seen, h, i):
+                continue
             for d in range(columns):
                 value = low.dtype.type(widen(x[h, i, d]))
                 row[0, d] = value
@@ -101,15 +109,15 @@ def _fold_cpu(low, high, square, total, finite, row, lowest, highest, report):
 
 
 @serial_kernel
-def _first_bad_cpu(x, piece, finite, place):
-    _first_bad(x, piece, finite, place)
+def _first_bad_cpu(x, seen, piece, finite, place):
+    _first_bad(x, seen, piece, finite, place)
 
 
 # --- CUDA drivers ---
 
 
 @cuda_kernel(64)
-def _scan_cuda(x, low, high, square, total, finite):
+def _scan_cuda(x, seen, low, high, square, total, finite):
     """One block per piece: columns over the threads, then rows over the threads."""
     piece, h = cuda.blockIdx.x, cuda.blockIdx.y
     start, stop = piece * _CUDA_PIECE, min(x.shape[1], (piece + 1) * _CUDA_PIECE)
@@ -117,16 +125,17 @@ def _scan_cuda(x, low, high, square, total, finite):
     for d in range(member(), x.shape[2], members()):
         least, most, spoiled = low.dtype.type(np.inf), low.dtype.type(-np.inf), low.dtype.type(0)
         for i in range(start, stop):
-            value = low.dtype.type(widen(x[h, i, d]))
-            spoiled = _spoil(spoiled, value)
-            least, most = smaller(value, least), larger(value, most)
+            if _read(seen, h, i):
+                value = low.dtype.type(widen(x[h, i, d]))
+                spoiled = _spoil(spoiled, value)
+                least, most = smaller(value, least), larger(value, most)
         low[h, piece, d], high[h, piece, d] = least, most
         if spoiled != spoiled:
             bad = 1
     longest, together = 0.0, 0.0
     for i in range(start + member(), stop, members()):
         length = 0.0
-        for d in range(x.shape[2]):
+        for d in range(x.shape[2] if _read(seen, h, i) else 0):
             length = add_square(length, np.float64(widen(x[h, i, d])))
         longest, together = larger(length, longest), together + length
     longest, together, bad = team_max(longest), team_sum(together), team_sum(bad)
@@ -140,8 +149,8 @@ def _fold_cuda(low, high, square, total, finite, row, lowest, highest, report):
 
 
 @cuda_kernel(1)
-def _first_bad_cuda(x, piece, finite, place):
-    _first_bad(x, piece, finite, place)
+def _first_bad_cuda(x, seen, piece, finite, place):
+    _first_bad(x, seen, piece, finite, place)
 
 
 # --- stage ---
@@ -161,25 +170,27 @@ class Ranges:
         return math.hypot(self.slip[head] * math.sqrt(n) / size, self.half_unit) if size > 0 else 0.0
 
 
-def find_ranges(problem, dtype, *, check_finite):
+def find_ranges(problem, dtype, *, check_finite, seen=None):
     """The `Ranges`; raises a ValueError if an input is not finite, or so large that a sum would overflow.
 
-    Waits for the device once.
+    `seen (key heads, M)`, if given, is 0 for keys that are not read. Waits for the device once.
     """
     device = problem.device
     arrays = {name: getattr(problem, name) for name in ("q", "k", "v")}
     report = device.zeros((sum(x.shape[0] for x in arrays.values()), 3), np.float64)
     row, found = 0, {}
+    read = {"q": None, "k": seen, "v": seen}
     for name, x in arrays.items():
-        found[name] = scan_array(device, problem.element, x, row, report)
+        found[name] = scan_array(device, problem.element, x, row, report, read[name])
         row += x.shape[0]
     told = np.split(device.download(report), np.cumsum([x.shape[0] for x in arrays.values()])[:2])
     longest, typical = {}, {}
     for (name, x), lines in zip(arrays.items(), told, strict=True):
         if check_finite and not lines[:, 2].all():
-            place = _where(device, x, found[name][2])
+            place = _where(device, x, found[name][2], read[name])
             raise ValueError(f"{name} must be finite, got NaN or infinity{place}; check_finite=False skips this test")
-        longest[name], typical[name] = np.sqrt(lines[:, 0]), np.sqrt(lines[:, 1] / max(x.shape[1], 1))
+        count = max(x.shape[1], 1) if read[name] is None else np.maximum(seen.sum(axis=1), 1)
+        longest[name], typical[name] = np.sqrt(lines[:, 0]), np.sqrt(lines[:, 1] / count)
     if check_finite:
         _check_range(problem, longest)
     # A logit of size s |q| |k|, summed in D steps, is off by sqrt(D) eps times its size, the output by twice that.
@@ -191,13 +202,17 @@ def find_ranges(problem, dtype, *, check_finite):
     return Ranges(low, high, slip, half_unit)
 
 
-def scan_array(device, element, x, row, report):
-    """Ranges of the columns, and which pieces are finite; fills the report's lines from `row` on."""
+def scan_array(device, element, x, row, report, seen=None):
+    """Ranges of the columns, and which pieces are finite; fills the report's lines from `row` on.
+
+    `seen (heads, rows)`, if given, is 0 for rows that are not looked at.
+    """
     pieces = max(1, -(-x.shape[1] // (_PIECE if device.name == "cpu" else _CUDA_PIECE)))
     low, high = (device.empty((x.shape[0], pieces, x.shape[2]), element) for _ in range(2))
     square, total = (device.empty((x.shape[0], pieces), np.float64) for _ in range(2))
     finite = device.empty((x.shape[0], pieces), np.int32)
-    device.run(_scan_cpu, _scan_cuda, (pieces, x.shape[0]), x, low, high, square, total, finite)
+    read = _on_device(device, seen)
+    device.run(_scan_cpu, _scan_cuda, (pieces, x.shape[0]), x, read, low, high, square, total, finite)
     lowest, highest = (device.empty((x.shape[0], x.shape[2]), element) for _ in range(2))
     task = low, high, square, total, finite, row, lowest, highest, report
     device.run(_fold_cpu, _fold_cuda, (x.shape[0],), *task)
@@ -220,10 +235,14 @@ def _check_range(problem, longest):
         )
 
 
-def _where(device, x, finite):
+def _on_device(device, seen):
+    return device.upload(np.empty((1, 0), np.uint8) if seen is None else seen)
+
+
+def _where(device, x, finite, seen):
     place = device.zeros((3,), np.int64)
     piece = _PIECE if device.name == "cpu" else _CUDA_PIECE
-    device.run(_first_bad_cpu, _first_bad_cuda, (1,), x, piece, finite, place)
+    device.run(_first_bad_cpu, _first_bad_cuda, (1,), x, _on_device(device, seen), piece, finite, place)
     head, row, column = device.download(place)
     place = f"token {row}, column {column}"
     return f" at {place}" if x.shape[0] == 1 else f" at head {head}, {place}"

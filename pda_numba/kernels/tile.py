@@ -25,6 +25,7 @@ from numba.extending import overload
 from .._jit import device_body
 from .panel import clipped, in_band, larger, slope, weight
 from .scalar import fma, widen
+from .span import sees
 from .team import barrier
 
 THREADS = 64  # threads of a block, and queries of its panel
@@ -155,6 +156,14 @@ def put_keys(buffers, current, piece, t, a):
         place = swizzle(group, t // 4 + THREADS // 4 * i, keys)
         for c in range(4):
             store(buffers, row + c // fold, place + c % fold * keys, piece[4 * i + c])
+
+
+@device_body
+def _clean(piece):
+    """0 for what is not finite."""
+    zero = piece.dtype.type(0)
+    for i in range(piece.shape[0]):
+        piece[i] = piece[i] if piece[i] - piece[i] == zero else zero
 
 
 @device_body
@@ -294,20 +303,27 @@ def score_tile(memory, registers, q, row, factor, columns, i, projected, keys, j
 
 
 @device_body
-def begin_values(memory, registers, values, start, stop, column, t, a, vector):
+def begin_values(memory, registers, values, start, stop, column, t, a, vector, clean=False):
     """The first chunk of the values of a tile into a buffer; a barrier must follow before `add_values`."""
     (_, _, buffers), (_, _, _, piece) = memory, registers
     fetch(piece, values, start, stop, column, a * a // 4, t, vector)
+    if clean:
+        _clean(piece)
     put_values(buffers, 0, piece, t, a)
 
 
 @device_body
-def add_values(acc, memory, registers, values, start, stop, column, t, a, vector):
-    """acc[x, y] += w_j v_jx over the keys of a tile: value columns column .. column + a a, weights in `scores`."""
+def add_values(acc, memory, registers, values, start, stop, column, t, a, vector, clean=False):
+    """acc[x, y] += w_j v_jx over the keys of a tile: value columns column .. column + a a, weights in `scores`.
+
+    With `clean`, here and in `begin_values`, values that are not finite count as 0.
+    """
     (scores, _, buffers), (_, left, right, piece) = memory, registers
     current, rows = 0, buffers.shape[0] // 2
     for j in range(0, min(scores.shape[0], stop - start), rows):
         fetch(piece, values, start + j + rows, stop, column, a * a // 4, t, vector)
+        if clean:
+            _clean(piece)
         _add_chunk(acc, left, right, scores, j, buffers, current, t, a)
         current = 1 - current
         put_values(buffers, current, piece, t, a)
@@ -337,6 +353,15 @@ def hide_scores(scores, count, lowest, t):
     """The keys from `count` on get no weight."""
     for j in range(count, scores.shape[0]):
         store(scores, j, score_place(j, t), lowest)
+
+
+@device_body
+def hide_unseen(scores, spoils, first, low, high, hidden, t):
+    """`hidden` for the keys first, first + 1, ... that the thread's query does not see, NaN for those that spoil it."""
+    for j in range(scores.shape[0]):
+        place = score_place(j, t)
+        seen = load(scores, j, place) + spoils[j]
+        store(scores, j, place, seen if sees(first + j, low, high) else hidden)
 
 
 @device_body

@@ -1,0 +1,197 @@
+"""Which keys a query may see: the caller's wishes, checked, as segments of queries (`rectangles`) for each batch entry.
+
+Query i sees the first ends[i] keys of its sequence, those at j <= i + M - N if causal. Keys that nobody may see are
+taken out first where they may lie anywhere (`key_mask`): what is left is a sequence of its own, in the same order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .rectangles import Segment
+
+LAST_ROWS = 64  # queries at the end of a causal sequence that are always exact: the next token depends on them
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What the queries of one batch entry see."""
+
+    segments: tuple
+    keys: np.ndarray | None  # the keys that may be seen; None: those of the problem
+    exact_rows: np.ndarray  # queries that are exact whatever the rest is
+
+    def spans(self, n):
+        """(n, 2): the keys of every query, among those that may be seen."""
+        spans = np.zeros((n, 2), np.int32)
+        for segment in self.segments:
+            spans[segment.query : segment.stop, 0] = segment.first
+            spans[segment.query : segment.stop, 1] = segment.end
+        return spans
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The patterns of a call, and for every head which is its own."""
+
+    patterns: tuple
+    pattern: np.ndarray
+
+    def seen(self, problem):
+        """(key heads, M): 1 for the keys that some query may see; None where these are all."""
+        m = problem.shape[1]
+        seen = np.zeros((problem.k.shape[0], m), np.uint8)
+        for p, pattern in enumerate(self.patterns):
+            own = np.zeros(m, np.uint8)
+            for segment in pattern.segments:
+                last = int(segment.end.max(initial=segment.first))
+                own[segment.first : last] = 1
+            if pattern.keys is not None:
+                own = np.isin(np.arange(m), pattern.keys[own[: len(pattern.keys)] != 0]).astype(np.uint8)
+            heads = np.unique(problem.key_head[self.pattern == p])
+            seen[heads] |= own
+        return None if seen.all() else seen
+
+    @property
+    def compacts(self):
+        """Are there keys in between that nobody sees?"""
+        return any(pattern.keys is not None for pattern in self.patterns)
+
+
+def check(causal, key_lengths, key_mask, cu_seqlens, exact_rows, lead, n, m):
+    """The `Mask` of a call whose output has the leading axes `lead`; None if every query sees every key."""
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal must be True or False, got {causal!r} of type {type(causal).__name__}")
+    batch = lead[:-1]
+    given = {"key_lengths": key_lengths, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{names[0]} and {names[1]} must not be given together")
+    rows = None if exact_rows is None else _rows(exact_rows, n)
+    if key_lengths is not None:
+        lengths = _lengths(key_lengths, batch, m)
+        unique, which = np.unique(lengths.reshape(-1), return_inverse=True)
+        patterns = [_pattern(causal, n, m, None, rows, length=int(length)) for length in unique]
+    elif key_mask is not None:
+        seen = _key_mask(key_mask, batch, m)
+        unique, which = np.unique(seen.reshape(-1, m), axis=0, return_inverse=True)
+        patterns = [_pattern(causal, n, m, np.flatnonzero(own), rows) for own in unique]
+    elif cu_seqlens is not None:
+        which, patterns = np.zeros(int(np.prod(batch)), int), [_packed(causal, *_cu_seqlens(cu_seqlens, n, m), rows)]
+    elif causal or rows is not None:
+        which, patterns = np.zeros(int(np.prod(batch)), int), [_pattern(causal, n, m, None, rows)]
+    else:
+        return None
+    heads = lead[-1] if lead else 1
+    return Mask(tuple(patterns), np.repeat(which.reshape(-1), heads))
+
+
+def _pattern(causal, n, m, keys, rows, length=None):
+    """One sequence: of the `keys` among m, of the first `length`, or of all."""
+    first_key = np.arange(n) + m - n  # a query's own position among the keys
+    count = m if length is None else length
+    if keys is not None:
+        count, first, last = len(keys), np.searchsorted(keys, first_key), np.searchsorted(keys, first_key + 1)
+    else:
+        first, last = (np.clip(x, 0, count) for x in (first_key, first_key + 1))
+    if not causal:
+        first = last = np.full(n, count)
+    segment = Segment(0, 0, first, last)
+    rows = (_last_rows(segment) if causal else np.empty(0, np.int64)) if rows is None else rows
+    return Pattern((segment,), None if keys is None or len(keys) == m else keys, rows)
+
+
+def _packed(causal, queries, keys, rows):
+    """Several sequences, one behind the other; each is causal by itself, its ends aligned."""
+    segments = []
+    for a, b, c, d in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True):
+        place = np.arange(b - a) + (d - c) - (b - a)
+        first, last = (c + np.clip(x, 0, d - c) if causal else np.full(b - a, d) for x in (place, place + 1))
+        segments.append(Segment(int(a), int(c), first, last))
+    if rows is None:
+        found = [_last_rows(segment) for segment in segments] if causal else []
+        rows = np.concatenate([np.empty(0, np.int64), *found])
+    return Pattern(tuple(segments), None, rows)
+
+
+def _last_rows(segment):
+    """The last queries that see a key more than those before them: padding behind them does not count."""
+    grows = np.flatnonzero(np.diff(segment.end, prepend=segment.first) > 0)
+    return segment.query + grows[-LAST_ROWS:]
+
+
+# --- checks ---
+
+
+def _integers(name, value):
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name} must hold integers, got dtype {array.dtype}")
+    return array.astype(np.int64)
+
+
+def _broadcast(name, array, batch, rest=()):
+    try:
+        return np.broadcast_to(array, (*batch, *rest))
+    except ValueError:
+        wanted = f"{(*batch, *rest)}, one entry for each batch entry" if batch else f"{(*batch, *rest)}"
+        raise ValueError(f"{name} must broadcast to shape {wanted}, got {array.shape}") from None
+
+
+def _lengths(key_lengths, batch, m):
+    lengths = _broadcast("key_lengths", _integers("key_lengths", key_lengths), batch)
+    if lengths.size and (lengths.min() < 0 or lengths.max() > m):
+        raise ValueError(f"key_lengths must be between 0 and the number of keys {m}, got {_outlier(lengths, m)}")
+    return lengths
+
+
+def _outlier(array, high):
+    return int(array.min() if array.min() < 0 else array.max()) if high else int(array.max())
+
+
+def _key_mask(key_mask, batch, m):
+    array = np.asarray(key_mask)
+    if array.dtype != np.bool_:
+        raise TypeError(f"key_mask must be boolean (True: attend), got dtype {array.dtype}")
+    return _broadcast("key_mask", array, batch, (m,))
+
+
+def _cu_seqlens(given, n, m):
+    """Cumulative lengths of queries and keys."""
+    pair: Any = given if isinstance(given, tuple) else (given, given)
+    if len(pair) != 2:
+        raise ValueError(f"cu_seqlens must be an array or a pair (of queries, of keys), got {len(pair)} arrays")
+    arrays = [_integers("cu_seqlens", x) for x in pair]
+    for array, length, what in zip(arrays, (n, m), ("queries", "keys"), strict=True):
+        if array.ndim != 1 or len(array) < 2:
+            raise ValueError(f"cu_seqlens must have one axis and at least two entries, got shape {array.shape}")
+        if array[0] != 0 or array[-1] != length or (np.diff(array) < 0).any():
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of {what} {length}, got {array[0]} .. {array[-1]}"
+                + (", falling in between" if (np.diff(array) < 0).any() else "")
+            )
+    if len(arrays[0]) != len(arrays[1]):
+        raise ValueError(
+            f"cu_seqlens must have as many entries for queries as for keys, got {len(arrays[0])} and {len(arrays[1])}"
+        )
+    return arrays
+
+
+def _rows(exact_rows, n):
+    """Indices of queries, rising, each once."""
+    if isinstance(exact_rows, slice):
+        try:
+            return np.sort(np.arange(n)[exact_rows])
+        except TypeError:
+            raise TypeError(f"exact_rows must be a slice of integers, got {exact_rows!r}") from None
+    try:
+        rows = _integers("exact_rows", exact_rows)
+    except (TypeError, ValueError):
+        raise TypeError(f"exact_rows must be a slice or indices of queries, got {exact_rows!r}") from None
+    if rows.ndim != 1:
+        raise TypeError(f"exact_rows must be a slice or indices of queries, got an array of shape {rows.shape}")
+    if rows.size and (rows.min() < -n or rows.max() >= n):
+        worst = rows.min() if rows.min() < -n else rows.max()
+        raise ValueError(f"exact_rows must be between {-n} and {n - 1}, got {worst}")
+    return np.unique(np.where(rows < 0, rows + n, rows))
