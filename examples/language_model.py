@@ -13,7 +13,7 @@ text is a novel in the public domain (see `fetch_novel`), or any file. A method 
     streamed            pda_numba.attention(..., method="exact")
     tol=0.1             pda_numba.attention(..., tol=0.1)
     rank=128            pda_numba.attention(..., rank=128, method="pda"): no head falls back to exact attention
-    rank=64,window=128  several options
+    rank=64,seed=1      several options
 
 Results are added to a file in the output folder; what is there already is not computed again.
 """
@@ -180,7 +180,8 @@ def opened(out, tokens, methods, text, novel, archive, models, accept_terms):
     filler = pieces.encode(content if content is not None else fetch_novel.novel(novel, archive=archive))
     model = gemma.Gemma.from_gguf(file)
     methods, lengths = methods.split(), [int(x) for x in tokens.split(",")]
-    warm_up(methods, own_methods(), model.shape.head_dim, causal=True)
+    if set(methods) - own_methods().keys():
+        warm_up(model.shape.head_dim, causal=True)
     out.mkdir(parents=True, exist_ok=True)
     return Reader(model), pieces, name, filler, lengths, methods
 

@@ -14,7 +14,6 @@ is a name, or options of `pda_numba.attention`:
     rank=32             pda_numba.attention(..., rank=32, method="pda"): no head falls back to exact attention
 """
 
-import inspect
 import time
 import warnings
 from pathlib import Path
@@ -125,12 +124,12 @@ def main(out, texts, tokens, methods, text, archive, models, accept_terms):
     novels = [fetch_novel.novel(x, archive=archive) for x in fetch_novel.NOVELS] if text is None else []
     chosen = windows(pieces, novels or [text.read_text(encoding="utf-8")], texts, tokens)
     console, methods = Console(stderr=True), methods.split(";")
-    warm_up(methods, OWN, 32)
+    if set(methods) - OWN.keys():
+        warm_up(32)
     parts = [f"{texts} texts of {tokens:,} tokens", *compared(model, chosen, methods, console)]
-    if "key_lengths" in inspect.signature(pda_numba.attention).parameters:
-        batch = [shortened(x, tokens * share // 4) for x, share in zip(chosen, (4, 3, 2, 1), strict=False)]
-        parts += ["One padded batch, cosines with exact attention to each text alone"]
-        parts += [compared_padded(model, batch, methods, console)]
+    batch = [shortened(x, tokens * share // 4) for x, share in zip(chosen, (4, 3, 2, 1), strict=False)]
+    parts += ["One padded batch with key_lengths: cosines with exact attention to each text alone"]
+    parts += [compared_padded(model, batch, methods, console)]
     out.mkdir(parents=True, exist_ok=True)
     report = "\n\n".join(x for x in parts if x)
     (out / "encoder.md").write_text(report + "\n", encoding="utf-8")
