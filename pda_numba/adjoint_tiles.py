@@ -6,6 +6,8 @@
     to keys        scale sum_i ds_ij q_i      a block has THREADS keys and takes the queries in tiles
     to values      sum_i w_ij g_i
 
+Queries may have spans (`kernels.span`): what one does not see enters no sum, whatever it holds.
+
 A block owns its rows of the output, so that nothing is added up by two of them: scores are computed three times, but
 no result depends on the order in which blocks happen to run. What stays with the block is called a lane, what passes
 by in tiles (`kernels.tile`) a row.
@@ -46,10 +48,18 @@ def _entry(array, i, count, absent, beyond):
     return value
 
 
+@device_body
+def _place_span(spans, i, count, counts, lows, highs, t):
+    """What query i sees, into place t: nothing if it does not count, or there is no such query."""
+    lows[t], highs[t] = np.int32(0), np.int32(0)
+    if i < count and counts:
+        lows[t], highs[t] = spans[i, 0], spans[i, 1]
+
+
 # --- drivers ---
 
 
-def _driver(element, purpose):
+def _driver(element, purpose, spanned):
     """One block for THREADS lanes, one split of the rows and a a columns of the output of one head."""
     a, rows, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
     threads = tile.THREADS
@@ -69,6 +79,9 @@ def _driver(element, purpose):
         offset,
         share,
         window,
+        spans,
+        pattern,
+        seers,
         factor,
         scale,
         split,
@@ -88,6 +101,9 @@ def _driver(element, purpose):
             start, stop = max(start, first - band), min(stop, first + threads + band)
             if band < 0:
                 return
+        if spanned and not by_query and seers.shape[1]:
+            start = max(start, np.int64(seers[pattern[h], cuda.blockIdx.x, 0]))
+            stop = min(stop, np.int64(seers[pattern[h], cuda.blockIdx.x, 1]))
         if first >= lanes:
             return
         scores = cuda.shared.array((rows, threads), element, alignment=16)
@@ -97,6 +113,8 @@ def _driver(element, purpose):
         tops = cuda.shared.array(threads, element)  # the lse of the lanes, or of the rows
         lane_factors = cuda.shared.array(threads, element)  # c_i and b_j, or b_j and c_i
         row_factors = cuda.shared.array(rows, element)
+        lows = cuda.shared.array((threads if by_query else rows) if spanned else 1, np.int32)
+        highs = cuda.shared.array((threads if by_query else rows) if spanned else 1, np.int32)
         acc = cuda.local.array(columns_at_once, element)
         product = cuda.local.array(block, element)
         piece = cuda.local.array(piece_size, element)
@@ -111,6 +129,11 @@ def _driver(element, purpose):
         if by_query:
             tops[t] = _entry(lse[h], i, lanes, zero, infinity)
             lane_factors[t] = _entry(offset[h], i, lanes, zero, zero)
+            if spanned:
+                _place_span(spans[pattern[h]], i, lanes, tops[t] < infinity, lows, highs, t)
+                barrier()
+                low, high, _, _ = tile.span_range(lows, highs)
+                start, stop = max(start, low), min(stop, high)
         else:
             lane_factors[t] = _entry(share[h], i, lanes, one, zero)
         for j in range(start, stop, rows):
@@ -120,6 +143,8 @@ def _driver(element, purpose):
                 else:
                     tops[t] = _entry(lse[h], j + t, stop, zero, infinity)
                     row_factors[t] = _entry(offset[h], j + t, stop, zero, zero)
+                    if spanned:
+                        _place_span(spans[pattern[h]], j + t, stop, tops[t] < infinity, lows, highs, t)
             fresh = j == start
             tile.score_block(
                 memory, registers, pair[0], row, factor, scores, t, False, pair[2], j, stop, fresh, t, a, vectors
@@ -127,6 +152,8 @@ def _driver(element, purpose):
             tile.weigh_block(product, tops, by_query, t, a)
             if j + rows > stop or band >= 0:
                 tile.hide_block(product, first, j, stop, band, t, a)
+            if spanned:
+                tile.hide_spans(product, first, j, lows, highs, by_query, t, a)
             tile.put_block(scores, product, t, a)
             if slopes:
                 other = scores, beside, buffers
@@ -134,12 +161,14 @@ def _driver(element, purpose):
                     other, registers, pair[1], row, one, scores, t, False, pair[3], j, stop, fresh, t, a, vectors >> 2
                 )
                 tile.slope_block(scores, product, lane_factors, row_factors, t, a)
+                if spanned:
+                    tile.hide_spans(product, first, j, lows, highs, by_query, t, a)
                 tile.put_block(scores, product, t, a)
-            tile.begin_values(memory, registers, pair[4], j, stop, column, t, a, vectors & 16)
+            tile.begin_values(memory, registers, pair[4], j, stop, column, t, a, vectors & 16, spanned)
             barrier()
             if not slopes:
                 total += tile.sum_along(scores, row_factors, t)
-            tile.add_values(acc, memory, registers, pair[4], j, stop, column, t, a, vectors & 16)
+            tile.add_values(acc, memory, registers, pair[4], j, stop, column, t, a, vectors & 16, spanned)
         tile.put_block(staged, acc, t, a)
         barrier()
         if i < lanes:
@@ -150,12 +179,15 @@ def _driver(element, purpose):
     return adjoint_cuda
 
 
-def _drivers(purpose):
-    return {element: _driver(np.dtype(element), purpose) for element in (np.float32, np.float64)}
+def _drivers(purpose, spanned=False):
+    return {element: _driver(np.dtype(element), purpose, spanned) for element in (np.float32, np.float64)}
 
 
 _QUERIES_CUDA, _KEYS_CUDA, _VALUES_CUDA = _drivers(to_queries), _drivers(to_keys), _drivers(to_values)
 _DRIVERS = {to_queries: _QUERIES_CUDA, to_keys: _KEYS_CUDA, to_values: _VALUES_CUDA}
+_SEEN_QUERIES_CUDA, _SEEN_KEYS_CUDA = _drivers(to_queries, True), _drivers(to_keys, True)
+_SEEN_VALUES_CUDA = _drivers(to_values, True)
+_SEEN_DRIVERS = {to_queries: _SEEN_QUERIES_CUDA, to_keys: _SEEN_KEYS_CUDA, to_values: _SEEN_VALUES_CUDA}
 
 # --- on the host ---
 
@@ -174,6 +206,23 @@ class Pairs(NamedTuple):
     offset: Any  # c_i (heads, n)
     share: Any  # b_j (heads, M), or (heads, 0): 1
     window: Any  # (heads,), -1 is no pair at all; or (0,): all pairs
+    seen: tuple | None = None  # spans (patterns, n, 2), pattern of each head, and `seers` of the keys; None: all pairs
+
+
+def seers(spans, m):
+    """(patterns, blocks, 2): of every THREADS keys a range of the queries that see one of them, from the spans."""
+    patterns, n = spans.shape[:2]
+    found = np.zeros((patterns, -(-m // tile.THREADS), 2), np.int32)
+    found[..., 0] = n
+    for p in range(patterns):
+        for i in range(0, n, tile.THREADS):
+            own = spans[p, i : i + tile.THREADS]
+            own = own[own[:, 0] < own[:, 1]]
+            if len(own):
+                own = found[p, own[:, 0].min() // tile.THREADS : (own[:, 1].max() - 1) // tile.THREADS + 1]
+                own[:, 0] = np.minimum(own[:, 0], i)
+                own[:, 1] = min(i + tile.THREADS, n)
+    return found
 
 
 def add_adjoint(problem, purpose, pairs, factor, scale, place, out, *, split=None, along=None):
@@ -190,5 +239,8 @@ def add_adjoint(problem, purpose, pairs, factor, scale, place, out, *, split=Non
     grid = -(-lanes // tile.THREADS), len(out) * columns, heads
     lane, beside, row, other, summed = purpose(*pairs[:4])
     vectors = tile.vectors(lane, row, beside, other, summed, out)
+    nothing = device.empty((1, 0, 2), np.int32)
+    seen = (nothing, device.empty(0, np.int64), nothing) if pairs.seen is None else pairs.seen
+    drivers = _DRIVERS if pairs.seen is None else _SEEN_DRIVERS
     rest = element.type(factor), element.type(scale), split or rows, vectors, place, out, along
-    device.run(None, _DRIVERS[purpose][element.type], grid, *pairs, *rest)
+    device.run(None, drivers[purpose][element.type], grid, *pairs[:-1], *seen, *rest)

@@ -8,6 +8,10 @@
     near        ds_ij = p_ij (g_i . v_j - D_i)
                 dq_i += scale ds_ij k_j               dk_j += scale ds_ij q_i         dv_j += p_ij g_i
 
+Where the output is one part of several (`merge`), with lse and D = g . out of the whole, p_ij = exp(s_ij - lse_i), and
+
+    D_i = D - sum over clipped e of g_ie out_ie
+
 Rows that are exact in the output owe nothing to the fit: only their dq as the fit would have it is kept, for those that
 were held out, as a measure of the gradient's error.
 
@@ -25,9 +29,11 @@ from .kernels import tile
 from .kernels.panel import (
     add_outer,
     add_values,
+    clipped,
     in_band,
     larger,
     load_tile,
+    log_sum,
     multiply_keys,
     pack_query,
     pack_rows,
@@ -65,8 +71,8 @@ def _score_panel(scores, key_tile, landmarks, queries, projected, row, low, keys
 
 
 @shared
-def _normalise(scores, first, rank, den, alive, top, total):
-    """Scores to p_ij, in place; 0 in the lanes that are not alive or have no positive normaliser."""
+def _normalise(scores, first, rank, den, alive, top, total, own):
+    """Scores to p_ij, in place; 0 in the lanes that are not alive or have no positive normaliser; `own` is its log."""
     top[:] = np.finfo(scores.dtype).min / 2
     total[:] = 0
     for j in range(first + rank):
@@ -78,6 +84,7 @@ def _normalise(scores, first, rank, den, alive, top, total):
             scores[j, x] = weight(scores[j, x], top[x])
             total[x] += scores[j, x] * share
     for x in range(lane_count(scores)):
+        own[x] = log_sum(top[x], total[x]) if total[x] > 0 else scores.dtype.type(0)
         share = 1 / total[x] if total[x] > 0 and alive[x] else scores.dtype.type(0)
         total[x] = share if share < np.inf else scores.dtype.type(0)
     for j in range(first + rank):
@@ -95,6 +102,22 @@ def _drop_clipped(cotangent, outputs, low, high, delta):
             kept = _kept(outputs[e, x], low[e], high[e])
             cotangent[e, x] = cotangent[e, x] if kept else cotangent.dtype.type(0)
             delta[x] += cotangent[e, x] * outputs[e, x]
+
+
+@shared
+def _take_part(cotangent, outputs, low, high, own, whole, along, row, count, scores, rows, delta):
+    """The same for a part of the output: p_ij to its share of the whole."""
+    for x in range(lane_count(outputs)):
+        delta[x] = along[row + x] if x < count else delta.dtype.type(0)
+        own[x] = weight(own[x], whole[row + x]) if x < count else delta.dtype.type(0)
+    for e in range(low.shape[0]):
+        for x in range(lane_count(outputs)):
+            kept = _kept(outputs[e, x], low[e], high[e])
+            delta[x] -= delta.dtype.type(0) if kept else cotangent[e, x] * clipped(outputs[e, x], low[e], high[e])
+            cotangent[e, x] = cotangent[e, x] if kept else cotangent.dtype.type(0)
+    for j in range(rows):
+        for x in range(lane_count(scores)):
+            scores[j, x] *= own[x]
 
 
 @shared
@@ -140,6 +163,8 @@ def _adjoint_range(
     v,
     cotangent,
     slot,
+    whole,
+    along,
     start,
     stop,
     factor,
@@ -180,6 +205,7 @@ def _adjoint_range(
     value_sums = np.empty((given_rows.shape[0], band, width), element)
     sums, reduced = np.empty((padded(dim), width), element), np.empty((coordinates, width), element)
     top, total, delta = np.empty(width, element), np.empty(width, element), np.empty(width, element)
+    own = np.empty(width, element)
     alive, square = np.empty(width, np.bool_), 0.0
     for row in range(start, stop, width):
         count, busy = min(width, stop - row), False
@@ -204,11 +230,14 @@ def _adjoint_range(
         else:
             first = _score_panel(scores, key_tile, landmarks, queries, queries, row, first_key, keys, window, rank)
             pack_rows(projected_rows, queries, dim)
-        _normalise(scores, first, rank, den, alive, top, total)
+        _normalise(scores, first, rank, den, alive, top, total, own)
         outputs[:] = 0
         add_values(outputs, value_tile, scores, keys)
         add_values(outputs, table, scores[first:], rank)
-        _drop_clipped(given, outputs, low, high, delta)
+        if whole.shape[0]:
+            _take_part(given, outputs, low, high, own, whole, along, row, count, scores, first + rank, delta)
+        else:
+            _drop_clipped(given, outputs, low, high, delta)
         multiply_keys(products, value_tile, given, keys)
         multiply_keys(products[first:], table, given, rank)
         products[first + rank :] = 0
@@ -253,6 +282,8 @@ def _adjoint_cpu(
     place,
     cotangent,
     slot,
+    whole,
+    along,
     size,
     phase,
     phases,
@@ -286,6 +317,8 @@ def _adjoint_cpu(
                 v[key_head[h]],
                 cotangent[place[h]],
                 slot[h],
+                whole[h],
+                along[h],
                 r * size,
                 min(q.shape[1], (r + 1) * size),
                 factor,
@@ -326,7 +359,9 @@ def _gather_ranges_cpu(sums, factor, out):
 
 
 @cuda_kernel(64)
-def _settle_cuda(key_head, place, slot, first_held, rank, low, high, given, out, lse, own_lse, cotangent, offset):
+def _settle_cuda(
+    key_head, place, slot, whole, along, first_held, rank, low, high, given, out, lse, own_lse, cotangent, offset
+):
     """g and -D of a row; an infinite lse where it counts for nothing, in `own_lse` also where it was held out."""
     i, h, b = cuda.blockIdx.x, cuda.blockIdx.y, key_head[cuda.blockIdx.y]
     infinity, zero = lse.dtype.type(np.inf), lse.dtype.type(0)
@@ -338,9 +373,16 @@ def _settle_cuda(key_head, place, slot, first_held, rank, low, high, given, out,
         kept = counts and _kept(out[h, i, e], low[b, e], high[b, e])
         value = given[place[h], i, e] if kept else zero
         cotangent[h, i, e] = value
-        total += value * out[h, i, e] if kept else zero
+        if whole.shape[1] == 0:
+            total += value * out[h, i, e] if kept else zero
+        elif counts and not kept:
+            total -= given[place[h], i, e] * clipped(out[h, i, e], low[b, e], high[b, e])
     total = team_sum(total)  # by then every member has seen the row's lse
+    if whole.shape[1]:
+        total += along[h, i]
     if member() == 0:
+        if whole.shape[1]:
+            lse[h, i] = whole[h, i]
         lse[h, i] = lse[h, i] if counts else infinity
         own_lse[h, i] = lse[h, i] if slot[h, i] == 0 else infinity
         offset[h, i] = -total
@@ -396,21 +438,24 @@ def _gather_ranges_cuda(sums, first, out):
 # --- stage ---
 
 
-def apply_adjoint(problem, heads, model, bounds, cotangent, slot, held, gradients):
+def apply_adjoint(problem, heads, model, bounds, cotangent, slot, held, gradients, whole=None):
     """Add to `gradients` what the rows owe whose output is the fit's, and say what they owe to the fit.
 
     `model` is (landmarks, table, rank, window, basis), as `apply` takes them; `cotangent (all heads, N, E)`;
     `slot (heads, N)` is 0 for these rows, else 1 + the row's place in a list of exact rows; `held` is the range of
-    places whose rows were held out. No two of the heads may share queries or keys.
+    places whose rows were held out. `whole`, if the output is a part of another, is that one's lse and g . out, both
+    (heads, N). No two of the heads may share queries or keys.
 
     Returns dS~ (heads, R padded, coordinates) and dZ (heads, R padded, E + 1) in float64, dq as the fit would have it
     for the held-out rows (heads, places, D), and the sum of |dq_i|^2 over the fit's own rows in pieces (heads, ranges).
     """
     run = _on_cpu if problem.device.name == "cpu" else _on_cuda
-    return run(problem, heads, model, bounds, cotangent, slot, held, gradients)
+    if whole is None:
+        whole = (problem.device.empty((len(heads), 0), problem.element),) * 2
+    return run(problem, heads, model, bounds, cotangent, slot, held, gradients, whole)
 
 
-def _on_cpu(problem, heads, model, bounds, cotangent, slot, held, gradients):
+def _on_cpu(problem, heads, model, bounds, cotangent, slot, held, gradients, whole):
     landmarks, table, rank, window, basis = model
     element, (n, _, d, e) = problem.element, problem.shape
     guess = np.zeros((len(heads), held[1] - held[0], d), element)
@@ -423,7 +468,7 @@ def _on_cpu(problem, heads, model, bounds, cotangent, slot, held, gradients):
     d_table = np.zeros((len(heads), ranges, _blocks(e, width), rows, width), element)
     d_den = np.zeros((len(heads), ranges, rows), element)
     place, den = np.asarray(heads), np.ascontiguousarray(table[:, :, e])
-    read = *problem.arrays(heads), place, cotangent, slot, size
+    read = *problem.arrays(heads), place, cotangent, slot, *whole, size
     tables = _whole_blocks(basis), _whole_blocks(landmarks), _whole_blocks(table[:, :, :e]), den
     rest = problem.factor, *tables, rank, window, *bounds, held[0]
     squares = np.zeros((len(heads), ranges))
@@ -445,7 +490,7 @@ def _whole_blocks(x):
     return out
 
 
-def _on_cuda(problem, heads, model, bounds, given, slot, held, gradients):
+def _on_cuda(problem, heads, model, bounds, given, slot, held, gradients, whole):
     device, element, (landmarks, table, rank, window, basis) = problem.device, problem.element, model
     q, k, v, query_place, key_place = problem.arrays(heads)
     n, m, d, e = problem.shape
@@ -453,7 +498,7 @@ def _on_cuda(problem, heads, model, bounds, given, slot, held, gradients):
     rows_of_heads, own = (n, count), device.upload(np.arange(count))
     none, everything = device.empty((count, 0), element), device.empty(0, np.int64)
 
-    about, columns = _settle(problem, heads, model, bounds, given, slot, held)
+    about, columns = _settle(problem, heads, model, bounds, given, slot, held, whole)
     lse, own_lse, cotangent, offset = about
     values, den = device.empty((count, rows, e), element), device.empty((count, rows), element)
     device.run(None, _cut_cuda, (rows, count), table, values, den)
@@ -491,7 +536,7 @@ def _on_cuda(problem, heads, model, bounds, given, slot, held, gradients):
     return d_tiles, d_values, guess, squares
 
 
-def _settle(problem, heads, model, bounds, given, slot, held):
+def _settle(problem, heads, model, bounds, given, slot, held, whole):
     """What `adjoint_tiles` needs to know of the rows, and the projected queries by columns.
 
     lse of rows that are the fit's or were held out, of those that are the fit's, g and -D.
@@ -504,6 +549,6 @@ def _settle(problem, heads, model, bounds, given, slot, held):
     leverage, cotangent = device.empty((count, starts.shape[1] * PANEL), element), device.empty(out.shape, element)
     open_bounds = device.upload(-infinity), device.upload(infinity)
     columns = apply_on_gpu(problem, heads, own, starts, model, open_bounds, e, out, leverage, lse)
-    about = problem.key_heads(heads), device.upload(np.asarray(heads)), slot, held[0], model[2], *bounds, given, out
-    device.run(None, _settle_cuda, (n, count), *about, lse, own_lse, cotangent, offset)
+    about = problem.key_heads(heads), device.upload(np.asarray(heads)), slot, *whole, held[0], model[2], *bounds, given
+    device.run(None, _settle_cuda, (n, count), *about, out, lse, own_lse, cotangent, offset)
     return (lse, own_lse, cotangent, offset), columns

@@ -7,6 +7,7 @@ Sampled rows, landmarks, weights, ridge, windows, projections and the set of cli
 else is differentiated. The formulas stand in the stages' own files.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from .apply_adjoint import apply_adjoint
 from .dense import multiply
 from .finish import landmarks_alone
 from .fit_adjoint import fit_adjoint, scatter_rows
+from .kernels.scalar import exp2
 from .kernels.team import member, members, team_sum
 from .landmarks_adjoint import landmarks_adjoint
 from .near import targets
@@ -30,18 +32,27 @@ from .rows_adjoint import rows_adjoint
 
 
 @shared
-def _exact_row(i, row, lse, given, out, d_target, d_lse, cotangent, offset):
+def _exact_row(i, row, lse, given, out, whole, along, shift, d_target, d_lse, cotangent, offset):
     """do_i = g_i + dt_i,:E and c_i = dlse_i + dt_i,E - do_i . o_i of one exact row, by a team; 0 if it does not count.
 
-    The target's last column is 1 less the near field: that 1 is the row's own sum of weights, a constant.
+    The target's last column is 1 less the near field: that 1 is the row's own sum of weights, a constant. Where the
+    row is a part of another's (`merge`), with lse_i - shift, whose lse and g . out are `whole` and `along`, the part's
+    share a = exp(lse_i + shift - lse): do_i = a g_i + dt_i,:E and c_i = dlse_i + dt_i,E - dt_i . o_i - a along_i.
     """
-    counts, total = lse[i] < np.inf, 0.0
+    counts, total, share = lse[i] < np.inf, 0.0, cotangent.dtype.type(1)
     fitted = counts and i < d_target.shape[0]
+    if whole.shape[0] and counts:
+        share = exp2(lse[i] + cotangent.dtype.type(shift) - whole[row])
     for e in range(member(), cotangent.shape[1], members()):
-        value = given[row, e] if counts else cotangent.dtype.type(0)
+        value = given[row, e] * share if counts else cotangent.dtype.type(0)
         cotangent[i, e] = value + d_target[i, e] if fitted else value
-        total += np.float64(cotangent[i, e]) * np.float64(out[i, e]) if counts else 0.0
+        own = cotangent[i, e]
+        if whole.shape[0]:
+            own = d_target[i, e] if fitted else cotangent.dtype.type(0)
+        total += np.float64(own) * np.float64(out[i, e]) if counts else 0.0
     total = team_sum(total)
+    if whole.shape[0] and counts:
+        total += np.float64(share) * np.float64(along[row])
     if member() == 0:
         offset[i] = (d_lse[i] if fitted else 0.0) - total
 
@@ -95,19 +106,21 @@ def _blank_cuda(count, lse):
 
 
 @cpu_kernel
-def _exact_rows_cpu(place, which, lse, given, out, d_target, d_lse, cotangent, offset):
+def _exact_rows_cpu(place, which, lse, given, out, whole, along, shift, d_target, d_lse, cotangent, offset):
     heads, n = offset.shape
     for item in prange(heads * n):
         h, i = item // n, item % n
         row = which[h, i] if which.shape[1] else np.int64(i)
-        _exact_row(i, row, lse[h], given[place[h]], out[h], d_target[h], d_lse[h], cotangent[h], offset[h])
+        merged = whole[h], along[h], shift
+        _exact_row(i, row, lse[h], given[place[h]], out[h], *merged, d_target[h], d_lse[h], cotangent[h], offset[h])
 
 
 @cuda_kernel(64)
-def _exact_rows_cuda(place, which, lse, given, out, d_target, d_lse, cotangent, offset):
+def _exact_rows_cuda(place, which, lse, given, out, whole, along, shift, d_target, d_lse, cotangent, offset):
     i, h = cuda.blockIdx.x, cuda.blockIdx.y
     row = which[h, i] if which.shape[1] else np.int64(i)
-    _exact_row(i, row, lse[h], given[place[h]], out[h], d_target[h], d_lse[h], cotangent[h], offset[h])
+    merged = whole[h], along[h], shift
+    _exact_row(i, row, lse[h], given[place[h]], out[h], *merged, d_target[h], d_lse[h], cotangent[h], offset[h])
 
 
 @cpu_kernel
@@ -133,27 +146,46 @@ class Gradients(NamedTuple):
     v: Any
 
 
-def backward(problem, part, bounds, given, gradients, *, measure=False):
+def apart(problem, heads):
+    """The heads' places in runs no two heads of which share queries or keys."""
+    left = list(range(len(heads)))
+    while left:
+        taken: set = set()
+        run: list = []
+        for i in left:
+            own = {("q", problem.query_head[heads[i]]), ("k", problem.key_head[heads[i]])}
+            if not own & taken:
+                run.append(i)
+                taken |= own
+        yield np.array(run)
+        left = sorted(set(left) - set(run))
+
+
+def backward(problem, part, bounds, given, gradients, *, measure=False, whole=None):
     """Add the gradients of some heads (`residuals.Exact` or `residuals.LowRank`) for `given (all heads, N, E)`.
 
     `bounds` are the ranges of the values that outputs were clipped to. No two of the heads may share queries or keys.
+    `whole`, if the output is a part of another (`merge`), is that one's lse and g . out, both (heads, N).
     With `measure` returns (heads, 2): estimates of |dq - exact dq|^2, which take the exact rows' pass twice, and of
     |exact dq|^2.
     """
-    return (_exact if isinstance(part, Exact) else _low_rank)(problem, part, bounds, given, gradients, measure)
+    if isinstance(part, Exact):
+        return _exact(problem, part, given, gradients, measure)
+    return _low_rank(problem, part, bounds, given, gradients, measure, whole)
 
 
-def _exact(problem, part, _bounds, given, gradients, measure):
+def _exact(problem, part, given, gradients, measure):
     every = problem.device.empty((len(part.heads), 0), np.int64)
-    offset, cotangent = _cotangents(problem, part.heads, every, part.lse, given, part.out)
+    offset, cotangent = cotangents(problem, part.heads, every, part.lse, given, part.out)
     rows_adjoint(problem, part.heads, part.lse, offset, cotangent, gradients)
     return problem.device.zeros((len(part.heads), 2), np.float64) if measure else None
 
 
-def _low_rank(problem, part, bounds, given, gradients, measure):
+def _low_rank(problem, part, bounds, given, gradients, measure, whole):
     device, heads, fitted = problem.device, part.heads, part.weight.shape[1]
     model = part.landmarks, part.table, part.found, part.window, part.basis
-    d_landmarks, d_table, *seen = apply_adjoint(problem, heads, model, bounds, given, part.slot, part.held, gradients)
+    task = bounds, given, part.slot, part.held, gradients, whole
+    d_landmarks, d_table, *seen = apply_adjoint(problem, heads, model, *task)
     which, out, lse = (device.columns(x, fitted) for x in (part.rows, part.out, part.lse))
     target = targets(problem, heads, which, out, lse, part.window.reshape(-1, 1))
     target = target.reshape(*which.shape, target.shape[3])
@@ -161,9 +193,9 @@ def _low_rank(problem, part, bounds, given, gradients, measure):
     d_target, d_lse, d_queries = fit_adjoint(problem, heads, *fit, d_landmarks, d_table)
     near_adjoint(problem, heads, which, lse, part.window, d_target, d_lse, d_queries, gradients)
     scatter_rows(device, problem.query_heads(heads), which, d_queries, gradients.q)
-    report = _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, seen if measure else None)
+    report = _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, seen if measure else None, whole)
     if part.lost.shape[1]:
-        _lost_rows(problem, part, given, gradients)
+        _lost_rows(problem, part, given, gradients, whole)
     if part.projection.shape[1]:
         d_landmarks = multiply(device, d_landmarks, part.projection)
     sample = landmarks.assign(problem, heads, part.keys, part.found, landmarks.REFINE_FACTOR * part.keys.shape[1])[1:]
@@ -171,17 +203,20 @@ def _low_rank(problem, part, bounds, given, gradients, measure):
     return report
 
 
-def _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, seen):
+def _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, seen, whole):
     """What the exact rows owe for the output and for the fit: together, or apart to measure the gradient's error."""
     device, heads = problem.device, part.heads
     if seen is None:
-        offset, cotangent = _cotangents(problem, heads, part.rows, part.lse, given, part.out, d_target, d_lse)
+        fitted = {"d_target": d_target, "d_lse": d_lse}
+        offset, cotangent = cotangents(problem, heads, part.rows, part.lse, given, part.out, whole, **fitted)
         rows_adjoint(problem, heads, part.lse, offset, cotangent, gradients, part.rows)
         return None
     nothing = device.zeros(given.shape, problem.element)
-    offset, cotangent = _cotangents(problem, heads, part.rows, part.lse, nothing, part.out, d_target, d_lse)
+    offset, cotangent = cotangents(
+        problem, heads, part.rows, part.lse, nothing, part.out, d_target=d_target, d_lse=d_lse
+    )
     by_fit = rows_adjoint(problem, heads, part.lse, offset, cotangent, gradients, part.rows, keep=True)
-    offset, cotangent = _cotangents(problem, heads, part.rows, part.lse, given, part.out)
+    offset, cotangent = cotangents(problem, heads, part.rows, part.lse, given, part.out)
     exact = rows_adjoint(problem, heads, part.lse, offset, cotangent, gradients, part.rows, keep=True)
     own = device.repeat(device.upload(np.arange(d_lse.shape[1])[None]), len(heads))
     scatter_rows(device, device.upload(np.arange(len(heads))), own, by_fit, d_queries, distinct=True)
@@ -190,25 +225,28 @@ def _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, see
     return report
 
 
-def _cotangents(problem, heads, which, lse, given, out, d_target=None, d_lse=None):
+def cotangents(problem, heads, which, lse, given, out, whole=None, shift=0.0, d_target=None, d_lse=None):
     """What `rows_adjoint` needs to know of exact rows; `d_target` and `d_lse` are of the first rows alone."""
     device = problem.device
     cotangent, offset = device.empty(out.shape, problem.element), device.empty(lse.shape, problem.element)
     if d_target is None:
         d_target = device.empty((len(heads), 0, 0), problem.element)
         d_lse = device.empty((len(heads), 0), np.float64)
-    lists = device.upload(np.asarray(heads)), which, lse, given, out, d_target, d_lse, cotangent, offset
+    if whole is None:
+        whole = (device.empty((len(heads), 0), problem.element),) * 2
+    lists = device.upload(np.asarray(heads)), which, lse, given, out, *whole, shift, d_target, d_lse, cotangent, offset
     device.run(_exact_rows_cpu, _exact_rows_cuda, lse.shape[::-1], *lists)
     return offset, cotangent
 
 
-def _lost_rows(problem, part, given, gradients):
+def _lost_rows(problem, part, given, gradients, whole):
     """Rows that are the softmax over the landmarks' own keys and values."""
     device, heads = problem.device, part.heads
     alone, keys = landmarks_alone(problem, heads, part.keys, part.found)
     out, lse, _ = rows(alone, heads, part.lost, used=part.losses)
     device.run(_blank_cpu, _blank_cuda, (len(heads),), part.losses, lse)
-    offset, cotangent = _cotangents(problem, heads, part.lost, lse, given, out)
+    shift = math.log2(problem.shape[1] / keys.shape[1])
+    offset, cotangent = cotangents(problem, heads, part.lost, lse, given, out, whole, shift)
     own = Gradients(gradients.q, *(device.zeros(x.shape, problem.element) for x in (alone.k, alone.v)))
     rows_adjoint(alone, heads, lse, offset, cotangent, own, part.lost)
     place = problem.key_heads(heads)

@@ -18,6 +18,7 @@ from .device import estimated_seconds, gpu_name, on_gpu, resolve_device
 from .info import AccuracyWarning, AttentionInfo, Clock
 from .mask import check as check_mask
 from .masked import masked_attention
+from .masked_adjoint import masked_residuals
 from .problem import Problem
 from .rectangles import LEAF
 from .results import COLUMNS, ERROR, HELD_OUT_ROWS, LIMIT, ROW_ERROR, ROW_SHARE, SIZE, HeadResult
@@ -137,7 +138,8 @@ def _group(device, problem, chosen, mask):
     if mask:  # half of the queries are in the largest rectangle
         memory = itemsize * n * (e + 3) // 2 + itemsize * m * (d + e) * mask.compacts
         memory += plan.head_workspace(n // 2, m // 2, d, e, ranks[-1], itemsize) if ranks else 0
-        return max(1, min(heads, int(device.group_bytes // memory))), memory
+        shared = max(1, heads // max(1, len(np.unique(problem.key_head))))  # heads of a group stay together
+        return max(1, min(heads, shared * max(1, int(device.group_bytes // (shared * memory))))), memory
     if ranks:
         memory = plan.head_workspace(n, m, d, e, ranks[-1], itemsize)
         return max(1, min(heads, int(device.group_bytes // memory))), memory
@@ -177,7 +179,8 @@ def _masked_groups(groups, results, call, ranges, clock, total, keep):
     """All heads under the call's mask, in groups. Fills `results`."""
     with contextlib.closing(groups):
         for heads, problem, buffer in _with_progress(groups, total):
-            task = problem, heads, call.mask, call.options, ranges, buffer, clock, judge_heads, keep
+            kept = keep and (lambda *task: keep(masked_residuals(*task)))
+            task = problem, heads, call.mask, call.options, ranges, buffer, clock, judge_heads, kept
             for head, result in zip(heads, masked_attention(*task), strict=True):
                 results[head] = result
 

@@ -42,6 +42,14 @@ def _put_cuda(source, index, place, out):
 
 
 @cuda_kernel(256)
+def _add_rows_cuda(block, head, first, out):
+    """out[head, first:] += block."""
+    n, columns = block.shape
+    for item in range(cuda.blockIdx.x * members() + member(), n * columns, cuda.gridDim.x * members()):
+        out[head, first + item // columns, item % columns] += block[item // columns, item % columns]
+
+
+@cuda_kernel(256)
 def _cut_cuda(source, head, first, out):
     """out[i] = rows first[i], first[i] + 1, ... of source[head[i]]."""
     blocks, n, columns = out.shape
@@ -153,6 +161,11 @@ class Cpu:
     def cut(source, head, first, size):
         """Blocks of `size` rows, block i from source[head[i], first[i]] on: (blocks, size, columns)."""
         return np.stack([source[h, i : i + size] for h, i in zip(head, first, strict=True)])
+
+    @staticmethod
+    def add_rows(block, head, first, out):
+        """out[head, first:] += block, as far as it goes."""
+        out[head, first : first + len(block)] += block
 
     @staticmethod
     def put(source, index, place, out):
@@ -333,10 +346,16 @@ class Cuda:
         _cut_cuda.launch(grid, self.stream, source, self.upload(head), self.upload(first), out)
         return out
 
+    def add_rows(self, block, head, first, out):
+        if block.size:
+            grid = min(4096, -(-block.size // 256))
+            _add_rows_cuda.launch(grid, self.stream, block, head, first, out)
+
     def put(self, source, index, place, out):
         source, out = self._words(source), self._words(out)
         grid = min(256, -(-source.shape[1] // 256)), min(len(index), _LARGEST_GRID)
-        _put_cuda.launch(grid, self.stream, source, self.upload(index), self.upload(place), out)
+        if math.prod(grid):
+            _put_cuda.launch(grid, self.stream, source, self.upload(index), self.upload(place), out)
 
     def repeat(self, array, count):
         return self._gathered(array, self.upload(np.empty(0, np.int64)), array.shape[0] * count, count)

@@ -8,11 +8,12 @@ import numpy as np
 
 from . import _arrays, _validate, project
 from ._pullback_place import pullback_place
-from .backward import Gradients, backward
+from .backward import Gradients, apart, backward
 from .call import Call, check_call, projected, run_call, warn_of_error
 from .dense import scatter_rows
 from .device import on_gpu
 from .info import AttentionInfo, Clock, GradientInfo
+from .masked_adjoint import Masked, masked_backward
 from .residuals import Exact
 
 
@@ -154,7 +155,14 @@ def attention_backward(residuals, dout, *, return_info=False):
         if residuals.check_finite and not home.is_finite():
             raise ValueError("dout must be finite, got NaN or infinity; check_finite=False skips this test")
         for part in residuals.parts:
-            for which in _apart(problem, part.heads):
+            if isinstance(part, Masked):
+                with clock.stage("masked"):
+                    task = home.problem_of(part.heads), part, call.mask, call.options
+                    masked_backward(*task, home.given, home.gradients)
+                report[part.heads[~part.exact]] = np.nan
+                home.device.recycle()
+                continue
+            for which in apart(problem, part.heads):
                 own, bounds = part.of(home.device, which), [home.device.upload(x) for x in residuals.bounds]
                 task = home.problem_of(own.heads), own, call.options, bounds, home.given, home.gradients
                 measured = _one_run(*task, return_info, clock)
@@ -227,21 +235,6 @@ def _one_run(problem, part, options, bounds, given, gradients, measure, clock):
         if options.proj_dim is None or options.calibrate:
             return backward(problem, part, bounds, given, gradients, measure=measure)
         return _through_projection(problem, part, options, bounds, given, gradients, measure)
-
-
-def _apart(problem, heads):
-    """The heads' places in runs no two heads of which share queries or keys."""
-    left = list(range(len(heads)))
-    while left:
-        taken: set = set()
-        run: list = []
-        for i in left:
-            own = {("q", problem.query_head[heads[i]]), ("k", problem.key_head[heads[i]])}
-            if not own & taken:
-                run.append(i)
-                taken |= own
-        yield np.array(run)
-        left = sorted(set(left) - set(run))
 
 
 def _through_projection(problem, part, options, bounds, given, gradients, measure):

@@ -10,7 +10,6 @@ computed exactly.
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +18,9 @@ import numpy as np
 from . import certify, holdout, plan
 from .adaptive import low_rank
 from .merge import merge, place_lse, place_rows
-from .rectangles import divide
+from .parts import blocks, by_shape, layouts, part_ranges
 from .results import HeadResult
 from .rows import rows
-from .scan import Ranges, scan_array
-
-_SEED_STEP = 0x9E3779B97F4A7C15  # an odd number far from any simple fraction of 2^64 (Weyl): seeds of the levels
 
 
 @dataclass
@@ -40,11 +36,6 @@ class Whole:
     results: list
     clock: Any
 
-    def patterns(self):
-        """(pattern, places of the heads that have it) of each."""
-        own = self.mask.pattern[self.heads]
-        return [(self.mask.patterns[p], np.flatnonzero(own == p)) for p in np.unique(own)]
-
 
 def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, keep=None):
     """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each.
@@ -58,18 +49,17 @@ def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, k
     results = [HeadResult(method="exact", reason=reason, row_share=1.0) for _ in heads]
     seen = seen_problem(problem, heads, mask)
     whole = Whole(seen, heads, mask, options, out, lse, results, clock)
-    layouts = [(places, divide(pattern.segments, n, worth(seen, options))) for pattern, places in whole.patterns()]
-    _exact_leaves(whole, layouts)
-    parts = []
-    for low, which in ((True, 1), (False, 2)):
-        for shape, members in _by_shape([(places, layout[which]) for places, layout in layouts]).items():
-            parts += _rectangles(whole, shape, members, low, keep)
-    exact = _exact_rows(whole)
+    found, kept = layouts(seen, heads, mask, options), []
+    _exact_leaves(whole, found)
+    for which in ("low", "rest"):
+        for shape, members in by_shape(found, which).items():
+            kept += _rectangles(whole, shape, members, which == "low", keep)
+    exact = _exact_rows(whole, found)
     _certify(whole, ranges, judge)
-    for (pattern, places), (_, layout) in zip(whole.patterns(), layouts, strict=True):
-        _account(whole, pattern, places, layout)
+    for layout in found:
+        _account(whole, layout)
     if keep:
-        keep(whole, layouts, parts, exact)
+        keep(whole, kept, exact)
     return results
 
 
@@ -106,21 +96,15 @@ def compact_pairs(problem, heads, mask):
     return pairs, which.reshape(-1)
 
 
-def worth(problem, options):
-    """Does low rank pay for a rectangle? As a function of its queries and keys."""
-    d, e = problem.shape[2:]
-    return functools.cache(lambda queries, keys: bool(plan.decide(queries, keys, d, e, options)[1]))
-
-
 # --- the parts ---
 
 
-def _exact_leaves(whole, layouts):
+def _exact_leaves(whole, found):
     """Every query's leaf, and the rectangles that border on it and are exact; fills output and lse."""
     problem, heads = whole.problem, whole.heads
-    spans, pattern = np.empty((len(layouts), problem.shape[0], 2), np.int32), np.zeros_like(problem.query_head)
-    for p, (places, layout) in enumerate(layouts):
-        spans[p], pattern[heads[places]] = layout[0], p
+    spans, pattern = np.stack([layout.spans for layout in found]), np.zeros_like(problem.query_head)
+    for p, layout in enumerate(found):
+        pattern[heads[layout.groups]] = p
     own = dataclasses.replace(problem, spans=spans, pattern=pattern)
     with whole.clock.stage("exact"):
         runs = np.split(np.arange(len(heads)), np.flatnonzero(np.diff(heads) != 1) + 1)
@@ -130,68 +114,26 @@ def _exact_leaves(whole, layouts):
             problem.device.put(lse, np.arange(len(run)), run, whole.lse)
 
 
-def _by_shape(layouts):
-    """{(queries, keys): [(place of a head, its rectangle), ...]}."""
-    found: dict = {}
-    for places, own in layouts:
-        for rectangle in own:
-            found.setdefault((rectangle.queries, rectangle.keys), []).extend((place, rectangle) for place in places)
-    return {shape: sorted(members) for shape, members in found.items()}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Rectangles of one shape as the heads of a problem of their own."""
-
-    problem: Any
-    place: np.ndarray  # of each one's head among the heads of the whole
-    query: np.ndarray  # its first query, and key
-    key: np.ndarray
-
-
-def blocks(problem, heads, members, shape, level):
-    """The `Parts` of rectangles [(place of a head, rectangle), ...] of one `shape (queries, keys)`."""
-    place = np.array([place for place, _ in members])
-    query, key = (np.array([getattr(r, name) for _, r in members]) for name in ("query", "key"))
-    own = heads[place]
-    q, query_head = _cut(problem, problem.q, problem.query_head[own], query, shape[0])
-    (k, key_head), (v, _) = (_cut(problem, x, problem.key_head[own], key, shape[1]) for x in (problem.k, problem.v))
-    seed = (problem.seed + level * _SEED_STEP) % 2**63
-    rest = {"seed": seed, "spans": None, "pattern": None}
-    part = dataclasses.replace(problem, q=q, k=k, v=v, query_head=query_head, key_head=key_head, **rest)
-    return Parts(part, place, query, key)
-
-
-def _cut(problem, source, head, first, size):
-    """Blocks of `size` rows, and which of them each rectangle has: a view where they lie on a grid, else a copy."""
-    n, columns = source.shape[1:]
-    on_grid = not (first % size).any() and (n % size == 0 or source.shape[0] == 1)
-    if on_grid and problem.device.is_contiguous(source):
-        used = n // size
-        whole = source if n % size == 0 else source[:, : used * size]
-        return whole.reshape(source.shape[0] * used, size, columns), head * used + first // size
-    pairs, which = np.unique(np.stack([head, first], axis=1), axis=0, return_inverse=True)
-    return problem.device.cut(source, pairs[:, 0], pairs[:, 1], size), which.reshape(-1)
-
-
 def _rectangles(whole, shape, members, low, keep):
-    """Rectangles of one shape, some at a time, merged into the output; returns [(members, kept parts)] with `keep`."""
+    """Rectangles of one shape, some at a time, merged; returns [(shape, members, which are low rank, kept parts)]."""
     d, e = whole.problem.shape[2:]
     element = whole.problem.element.itemsize
     own = dataclasses.replace(whole.options, window=0)
-    ranks = plan.decide(*shape, d, e, own)[1] if low else ()
-    memory = shape[0] * (e + 2) * element + (plan.head_workspace(*shape, d, e, ranks[-1], element) if ranks else 0)
+    n, m = shape[0] * shape[2], shape[1]  # of a group's queries together
+    ranks = plan.decide(n, m, d, e, own)[1] if low else ()
+    memory = n * (e + 2) * element + (plan.head_workspace(n, m, d, e, ranks[-1], element) if ranks else 0)
     size, kept = max(1, int(whole.problem.device.group_bytes // memory)), []
     for first in range(0, len(members), size):
         some = members[first : first + size]
         found: list = []
         with whole.problem.device.scope():
-            parts = blocks(whole.problem, whole.heads, some, shape, shape[0])
+            parts = blocks(whole.problem, whole.heads, some, shape)
             done = np.zeros(len(some), bool)
             if ranks:
-                done = _low_rank(whole, parts, own, ranks, found.append if keep else None)
+                hold = keep and (lambda part, found=found: found.append(part.over(whole.problem.device.hold)))
+                done = _low_rank(whole, parts, own, ranks, hold)
             _exact_parts(whole, parts, np.flatnonzero(~done))
-        kept.append((some, done, found))
+        kept.append((shape, some, done, found))
     return kept
 
 
@@ -200,20 +142,14 @@ def _low_rank(whole, parts, options, ranks, keep):
     part, heads, clock = parts.problem, np.arange(len(parts.place)), whole.clock
     device, (n, _, _, e) = part.device, part.shape
     out, lse = device.empty((len(heads), n, e), part.element), device.empty((len(heads), n), part.element)
-    results = low_rank(part, heads, options, ranks, _ranges(part), out, clock, keep, lse)
+    results = low_rank(part, heads, options, ranks, part_ranges(part), out, clock, keep, lse)
     done = np.array([result.method == "pda" for result in results])
     with clock.stage("merge"):
         _merge(whole, parts, heads, out, lse, done)
-    for place, result in zip(parts.place, results, strict=True):
-        _add(whole.results[place], result)
+    for places, result in zip(parts.place, results, strict=True):
+        for place in places:
+            _add(whole.results[place], result, len(places))
     return done
-
-
-def _ranges(part):
-    """Of the values of the rectangles' own keys. What rounding may cost is judged on the merged output."""
-    report = part.device.empty((part.v.shape[0], 3), np.float64)
-    low, high, _ = scan_array(part.device, part.element, part.v, 0, report)
-    return Ranges(low, high, np.zeros(len(part.query_head)), 0.0)
 
 
 def _exact_parts(whole, parts, which):
@@ -225,13 +161,15 @@ def _exact_parts(whole, parts, which):
 
 
 def _merge(whole, parts, which, out, lse, live):
-    device, place = whole.problem.device, parts.place[which]
-    own = (device.upload(x) for x in (live.astype(np.int64), whole.heads[place], place, parts.query[which]))
-    merge(device, out, lse, *own, whole.out, whole.lse)
+    """The rectangles `which` into the output, each head of a group by itself."""
+    device, group = whole.problem.device, parts.place.shape[1]
+    place, live, query = parts.place[which].reshape(-1), np.repeat(live, group), np.repeat(parts.query[which], group)
+    own = (device.upload(x) for x in (live.astype(np.int64), whole.heads[place], place, query))
+    merge(device, parts.apart(out), parts.apart(lse), *own, whole.out, whole.lse)
 
 
-def _add(total, part):
-    """What a rectangle was found to be, into its head's result."""
+def _add(total, part, group):
+    """What a rectangle was found to be, into the result of one head of the group."""
     if part.method == "pda":
         total.method = "pda"
         total.rank = max(total.rank, part.rank)
@@ -240,13 +178,13 @@ def _add(total, part):
         total.rectangles += 1
     total.flagged_rows += part.flagged_rows
     total.fallback_rows += part.fallback_rows
-    total.flops += part.flops
+    total.flops += part.flops / group
 
 
-def _exact_rows(whole):
-    """The rows that are exact whatever the rest is; returns them as (rows, counts, lse)."""
+def _exact_rows(whole, found):
+    """The rows that are exact whatever the rest is; returns them, how many they are, and their outputs."""
     problem, device, count = whole.problem, whole.problem.device, len(whole.heads)
-    lists = [(places, pattern.exact_rows) for pattern, places in whole.patterns()]
+    lists = [(layout.groups, layout.pattern.exact_rows) for layout in found]
     low = [p for p in range(count) if whole.results[p].method == "pda"]
     longest = max((len(own) for places, own in lists if np.isin(places, low).any()), default=0)
     which, counts = np.zeros((count, longest), np.int64), np.zeros(count, np.int64)
@@ -256,12 +194,12 @@ def _exact_rows(whole):
     which, used = device.upload(which), device.upload(counts)
     out = device.empty((count, longest, problem.shape[3]), problem.element)
     if not longest:
-        return which, counts, out, device.empty((count, 0), problem.element)
+        return which, counts, out
     with whole.clock.stage("exact"):
         out, lse, _ = rows(problem, whole.heads, which, used=used)
         place_rows(device, which, used, device.upload(np.asarray(whole.heads)), out, whole.out)
         place_lse(device, which, used, device.upload(np.ones(count, np.int64)), lse, 0.0, whole.lse)
-    return which, counts, out, lse
+    return which, counts, out
 
 
 # --- the statement ---
@@ -295,17 +233,17 @@ def _certify(whole, ranges, judge):
         r.error = r.error_limit = r.row_error = ranges.rounding(heads[p], problem.shape[0], size)
 
 
-def _account(whole, pattern, places, layout):
+def _account(whole, layout):
     """Rows that are exact, rows without keys, and operations."""
     n, _, d, e = whole.problem.shape
-    spans, low, rest = layout
+    pattern, spans, low, rest = layout.pattern, layout.spans, layout.low, layout.rest
     width = (spans[:, 1] - spans[:, 0]).clip(0).sum(dtype=np.int64) + sum(r.queries * r.keys for r in rest)
     every = sum(int((s.end - s.first).clip(0).sum(dtype=np.int64)) for s in pattern.segments)
     in_rectangle = np.zeros(n, bool)
     for r in low:
         in_rectangle[r.query : r.query + r.queries] = True
     empty = int((np.diff(pattern.spans(n))[:, 0] <= 0).sum())
-    for p in places:
+    for p in layout.groups.reshape(-1):
         result = whole.results[p]
         exact = result.method == "exact"
         result.rows = n if exact else n - int(in_rectangle.sum()) + int(in_rectangle[pattern.exact_rows].sum())

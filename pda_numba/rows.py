@@ -29,7 +29,7 @@ from .kernels.panel import (
 )
 from .kernels.simd import lane_count, lanes, padded
 from .kernels.span import add_seen, hide_unseen, inside, is_finite, outside, place_spans, spoil_of, spread
-from .kernels.team import barrier, member, members, team_max
+from .kernels.team import barrier, member, members
 from .problem import Problem
 
 # --- bodies ---
@@ -222,6 +222,8 @@ def _rows_driver(element, spanned):
         left = cuda.local.array(a, element)
         right = cuda.local.array(a, element)
         spoils = cuda.shared.array(keys if spanned else 1, element)
+        lows = cuda.shared.array(threads if spanned else 1, np.int32)
+        highs = cuda.shared.array(threads if spanned else 1, np.int32)
         memory, registers = (scores, queries, buffers), (product, left, right, piece)
         q_h, k_h, v_h = q[query_head[h]], k[key_head[h]], v[key_head[h]]
         start, stop = s * split, min(k.shape[1], (s + 1) * split)
@@ -231,10 +233,10 @@ def _rows_driver(element, spanned):
         tile.fill(acc, zero)
         first, partly = start, False
         if spanned:
-            low, high = max(spans[pattern[h], row, 0], start), min(spans[pattern[h], row, 1], stop)
-            low = low if low < high else stop
-            first, last_low = -team_max(-low), team_max(low)
-            stop, first_high = team_max(high), -team_max(-high)
+            lows[t], highs[t] = spans[pattern[h], row, 0], spans[pattern[h], row, 1]
+            barrier()
+            low, high, last_low, first_high = tile.span_range(lows, highs)
+            first, stop = max(first, low), min(stop, high)
         for j in range(first, stop, keys):
             # queries are never projected here: `scores` stands for the matrix that would hold them
             tile.score_tile(
@@ -247,7 +249,7 @@ def _rows_driver(element, spanned):
                     if t < keys:
                         spoils[t] = spoil_of(v_h, j + t, stop, zero)
                     barrier()
-                    tile.hide_unseen(scores, spoils, j, low, high, -infinity, t)
+                    tile.hide_unseen(scores, spoils, j, lows[t], highs[t], -infinity, t)
             peak = tile.peak_of(scores, top[t], t)
             shrink = weight(top[t], peak)
             top[t], factors[t] = peak, shrink

@@ -7,7 +7,8 @@
 
 The weights are computed again, tile by tile, from the saved lse (FlashAttention, Dao et al. 2022). The keys are cut
 into `splits` of fixed size, on the CPU each the work of one thread, who alone writes its keys' gradients; what the
-splits say of the queries is added up in their order, so that the number of threads does not change a bit.
+splits say of the queries is added up in their order, so that the number of threads does not change a bit. Where the
+problem has spans (`kernels.span`) nothing that a query does not see enters any sum, whatever it holds.
 `lse` is in units of log 2, everything else in natural ones.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
-from .adjoint_tiles import Pairs, add_adjoint, to_keys, to_queries, to_values
+from .adjoint_tiles import Pairs, add_adjoint, seers, to_keys, to_queries, to_values
 from .kernels import tile
 from .kernels.panel import (
     TILE,
@@ -30,12 +31,21 @@ from .kernels.panel import (
 )
 from .kernels.scalar import LOG2_E
 from .kernels.simd import lane_count, padded
+from .kernels.span import add_seen, hide_unseen, inside, is_finite, outside, place_spans, spread
 from .kernels.team import member, members
 from .rows import _chosen, _splits
 
 _CHUNK = 4096  # queries that are worked on together: what they add up to is kept once for every split of the keys
 
 # --- bodies ---
+
+
+@shared
+def _hide(scores, products, lows, highs, start, keys):
+    """No weight and no slope for the keys of a tile that a lane does not see."""
+    nothing = scores.dtype.type(0)
+    hide_unseen(scores, lows, highs, start, keys, nothing)
+    hide_unseen(products, lows, highs, start, keys, nothing)
 
 
 @shared
@@ -62,7 +72,7 @@ def _blocks(columns, width):
 
 
 @shared
-def _adjoint_range(q, k, v, which, h, first, count, start, stop, factor, lse, offset, cotangent, dq, dk, dv):
+def _adjoint_range(q, k, v, which, h, first, count, start, stop, factor, spans, lse, offset, cotangent, dq, dk, dv):
     """The queries first .. first + count of head h's list against the keys start .. stop.
 
     `lse`, `offset` and `cotangent` have a row for each entry of the list, `dq (count, D)` one for each of these.
@@ -81,9 +91,16 @@ def _adjoint_range(q, k, v, which, h, first, count, start, stop, factor, lse, of
     key_tile, value_tile = np.empty((TILE, padded(dim)), element), np.empty((TILE, padded(values)), element)
     key_sums = np.empty((query_rows.shape[1], TILE, width), element)
     value_sums = np.empty((output_rows.shape[1], TILE, width), element)
+    lows, highs = np.empty((used, width), np.int64), np.empty((used, width), np.int64)
     for i in range(count):
         p, x = i // width, i % width
-        pack_query(queries[p], x, q, _chosen(which, h, first + i), factor)
+        row = _chosen(which, h, first + i)
+        pack_query(queries[p], x, q, row, factor)
+        if spans.shape[0]:
+            place_spans(spans, row, start, stop, lows[p], highs[p], x)
+            if lse[first + i] == np.inf:  # counts for nothing
+                lows[p, x], highs[p, x] = start, start
+            spread(lows[p], highs[p], x, width)
         pack_query(outputs[p], x, cotangent, first + i, element.type(1))
         panel_lse[p, x], panel_offset[p, x] = lse[first + i], offset[first + i]
     for p in range(used):
@@ -95,10 +112,18 @@ def _adjoint_range(q, k, v, which, h, first, count, start, stop, factor, lse, of
         load_tile(value_tile, v, j, keys)
         key_sums[:], value_sums[:] = 0, 0
         for p in range(used):
+            seen = not spans.shape[0] or inside(lows[p], highs[p], j, keys)
+            if not seen and outside(lows[p], highs[p], j, keys):
+                continue
             multiply_keys(scores, key_tile, queries[p], keys)
             multiply_keys(products, value_tile, outputs[p], keys)
             _weights_and_slopes(scores, products, panel_lse[p], panel_offset[p], keys)
-            add_values(sums[p], key_tile, products, keys)
+            if not seen:
+                _hide(scores, products, lows[p], highs[p], j, keys)
+            if seen or is_finite(key_tile, keys):
+                add_values(sums[p], key_tile, products, keys)
+            else:
+                add_seen(sums[p], key_tile, products, lows[p], highs[p], j, keys)
             add_outer(key_sums, products, 0, keys, query_rows[p])
             add_outer(value_sums, scores, 0, keys, output_rows[p])
         _add_tile(key_sums, element.type(1 / LOG2_E), keys, j, dk)
@@ -127,9 +152,28 @@ def _copy_row(source, out):
 
 
 @cpu_kernel
-def _adjoint_cpu(q, k, v, query_head, key_head, which, first, split, factor, lse, offset, cotangent, partial, dk, dv):
+def _adjoint_cpu(
+    q,
+    k,
+    v,
+    query_head,
+    key_head,
+    spans,
+    pattern,
+    which,
+    first,
+    start,
+    stop,
+    split,
+    factor,
+    lse,
+    offset,
+    cotangent,
+    partial,
+    dk,
+    dv,
+):
     splits, heads, count = partial.shape[:3]
-    keys = k.shape[1]
     for item in prange(heads * splits):
         h, s = item // splits, item % splits
         _adjoint_range(
@@ -140,9 +184,10 @@ def _adjoint_cpu(q, k, v, query_head, key_head, which, first, split, factor, lse
             h,
             first,
             count,
-            s * split,
-            min(keys, (s + 1) * split),
+            start + s * split,
+            min(stop, start + (s + 1) * split),
             factor,
+            spans[pattern[h]],
             lse[h],
             offset[h],
             cotangent[h],
@@ -177,6 +222,13 @@ def _copy_rows_cuda(q, query_head, which, out):
     _copy_row(q[query_head[h], which[h, i]], out[h, i])
 
 
+@cuda_kernel(64)
+def _copy_spans_cuda(spans, pattern, which, out):
+    i, h = cuda.blockIdx.x * members() + member(), cuda.blockIdx.y
+    if i < which.shape[1]:
+        out[h, i, 0], out[h, i, 1] = spans[pattern[h], which[h, i], 0], spans[pattern[h], which[h, i], 1]
+
+
 # --- stage ---
 
 
@@ -195,12 +247,13 @@ def rows_adjoint(problem, heads, lse, offset, cotangent, gradients, which=None, 
 
 def _on_cpu(problem, heads, which, about, gradients, keep):
     device, element, lse = problem.device, problem.element, about[0]
-    _, m, d, _ = problem.shape
-    splits, split = _splits(problem, len(heads), m)
-    kept = []
+    d, kept = problem.shape[2], []
     for first in range(0, lse.shape[1], _CHUNK):
-        partial = device.empty((splits, len(heads), min(_CHUNK, lse.shape[1] - first), d), element)
-        listed = which, first, split, problem.factor, *about
+        count = min(_CHUNK, lse.shape[1] - first)
+        start, stop = _seen_by(problem, heads, which, first, count)
+        splits, split = _splits(problem, len(heads), max(stop - start, 1))
+        partial = device.empty((splits, len(heads), count, d), element)
+        listed = *problem.seen(heads), which, first, start, stop, split, problem.factor, *about
         _adjoint_cpu(*problem.arrays(heads), *listed, partial, gradients.k, gradients.v)
         _gather_splits_cpu(problem.query_heads(heads), which, first, lse, partial, gradients.q)
         if keep:
@@ -208,6 +261,29 @@ def _on_cpu(problem, heads, which, about, gradients, keep):
     if keep:
         return device.concatenate(kept) if kept else device.empty((len(heads), 0, d), element)
     return None
+
+
+def _seen_by(problem, heads, which, first, count):
+    """The range of keys that some of these queries see."""
+    if problem.spans is None:
+        return 0, problem.shape[1]
+    pattern = problem.seen(heads)[1]
+    if which.shape[1]:
+        own = problem.spans[pattern[:, None], which[:, first : first + count]]
+    else:
+        own = problem.spans[np.unique(pattern), first : first + count]
+    own = own[own[..., 0] < own[..., 1]]
+    return (int(own[:, 0].min()), int(own[:, 1].max())) if len(own) else (0, 0)
+
+
+def _seen_pairs(problem, heads, which):
+    """The spans of the rows for `adjoint_tiles`."""
+    device, (spans, pattern) = problem.device, problem.seen(heads)
+    if not which.shape[1]:
+        return spans, pattern, device.upload(seers(problem.spans, problem.shape[1]))
+    own = device.empty((*which.shape, 2), np.int32)
+    device.run(None, _copy_spans_cuda, (-(-which.shape[1] // 64), len(heads)), spans, pattern, which, own)
+    return own, device.upload(np.arange(len(heads))), device.empty((1, 0, 2), np.int32)
 
 
 def _on_cuda(problem, heads, which, about, gradients, keep):
@@ -220,7 +296,8 @@ def _on_cuda(problem, heads, which, about, gradients, keep):
         q, place = device.empty((len(heads), n, d), problem.q.dtype), own
         device.run(None, _copy_rows_cuda, (n, len(heads)), problem.q, query_place, which, q)
     everything = device.upload(np.full(len(heads), m)), lse, offset, device.empty((len(heads), 0), element)
-    pairs = Pairs(q, cotangent, k, v, place, key_place, *everything, device.empty(0, np.int64))
+    seen = None if problem.spans is None else _seen_pairs(problem, heads, which)
+    pairs = Pairs(q, cotangent, k, v, place, key_place, *everything, device.empty(0, np.int64), seen)
     factor, scale = problem.factor, problem.scale
     add_adjoint(problem, to_keys, pairs, factor, scale, key_place, gradients.k[None])
     add_adjoint(problem, to_values, pairs, factor, 1, key_place, gradients.v[None])

@@ -93,6 +93,28 @@ def fitted_rows(q, k, v, c, level):
     return (en @ v + e @ z[:, :-1]) / (np.sum(en, axis=1)[:, None] + (e @ z[:, -1:]))
 
 
+def normalisers(q, k, v, c, level):
+    """log of every row's normaliser: the fit's, of an exact row its own, of a lost one the landmarks' alone."""
+    x, target, coordinates, s = fit(q, k, v, c)
+    omega = (c["weight"][c["fitted"]] ** 2)[:, None]
+    z = _ridge(omega**0.5 * x, omega**0.5 * target, level)
+    scores = c["scale"] * (coordinates @ s.T)
+    top = np.max(scores, axis=1)[:, None]
+    top = getattr(top, "_value", top)
+    den = (np.exp(scores - top) @ z[:, -1:])[:, 0]
+    own = np.log(np.where(den > 0, den, 1.0)) + top[:, 0]
+    exact = logsumexp(c["scale"] * (q[c["rows"]] @ k.T), axis=1)
+    repeated = _repeated(c)
+    alone = logsumexp(c["scale"] * (q @ k[repeated].T), axis=1) + np.log(len(k) / len(repeated))
+    return _by_slot(c, np.concatenate([own, exact, alone]), len(q))
+
+
+def _by_slot(c, every, n):
+    """Of the rows by the fit, the exact ones and the lost ones, each row's own."""
+    slot = c["slot"]
+    return every[np.where(slot == 0, np.arange(n), np.where(slot > 0, n + slot - 1, n + len(c["rows"]) + np.arange(n)))]
+
+
 def _ridge(a, b, level):
     """min |a z - b|^2 + level |z|^2 by [[t I, a], [a^T, -t I]] [r, z] = [b, 0] with t^2 = level: unlike the normal
     equations this does not square the condition number.
@@ -110,9 +132,7 @@ def forward(q, k, v, c, level, clipped):
     guess = np.where(inside, guess, np.where(inside, 0.0, clipped))
     exact = _softmax(c["scale"] * (q[c["rows"]] @ k.T)) @ v
     alone = _softmax(c["scale"] * (q @ k[_repeated(c)].T)) @ v[_repeated(c)]
-    every = np.concatenate([guess, exact, alone])
-    slot, n = c["slot"], len(q)
-    return every[np.where(slot == 0, np.arange(n), np.where(slot > 0, n + slot - 1, n + len(c["rows"]) + np.arange(n)))]
+    return _by_slot(c, np.concatenate([guess, exact, alone]), len(q))
 
 
 def _softmax(scores):

@@ -155,6 +155,31 @@ def gradient_calls():
         pda_numba.attention_backward(residuals, out)
 
 
+def masked_calls():
+    """The same under masks; 256 queries are a leaf, and 2200 of them more than one rectangle."""
+    import ml_dtypes
+    import numpy as np
+
+    import pda_numba
+
+    rng = np.random.default_rng(0)
+    options = {"device": "cuda", "check_finite": False, "causal": True}
+    fixed = options | {"method": "pda", "rank": 8, "tol": None}
+    lengths, mask = {"key_lengths": 2000}, {"key_mask": rng.random(2200) < 0.9}
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+        arrays = [rng.standard_normal((2, 2200, 8)).astype(dtype) for _ in range(3)]
+        ways = [fixed, fixed | mask, options | {"method": "exact"} | lengths]
+        ways += [fixed | {"proj_dim": 4}] if np.dtype(dtype).itemsize > 2 else []
+        for way in ways:
+            for move in (np.asarray, _on_device) if np.dtype(dtype).name != "bfloat16" else (np.asarray,):
+                out, residuals = pda_numba.attention_forward(*map(move, arrays), **way)
+                pda_numba.attention_backward(residuals, out)
+    q, k, v = (_on_device(rng.standard_normal((2200, 2, 8), dtype=np.float32), (1, 0, 2)) for _ in range(3))
+    for way in (fixed, options | {"method": "exact"}):
+        out, residuals = pda_numba.attention_forward(q, k, v, **way)
+        pda_numba.attention_backward(residuals, out)
+
+
 def calls():
     """Tiny calls that go every way through the pipeline."""
     import ml_dtypes
@@ -206,6 +231,7 @@ def main():
     for values[0] in (0, 1):
         calls()
         gradient_calls()
+        masked_calls()
     print(json.dumps(sorted(seen)))
 
 

@@ -479,6 +479,32 @@ def hide_block(product, lane, row, stop, window, t, a):
 
 
 @device_body
+def span_range(lows, highs):
+    """The keys that some lane sees, and those that every lane sees: (low, high, low, high); after a barrier."""
+    low, high, inner_low, inner_high = np.int64(2**31), np.int64(0), np.int64(0), np.int64(2**31)
+    for x in range(lows.shape[0]):
+        a, b = np.int64(lows[x]), np.int64(highs[x])
+        if a < b:
+            low, high = min(low, a), max(high, b)
+            inner_low, inner_high = max(inner_low, a), min(inner_high, b)
+        else:
+            inner_high = np.int64(0)
+    return low, high, inner_low, inner_high
+
+
+@device_body
+def hide_spans(product, lane, row, lows, highs, by_lane, t, a):
+    """No weight where a query does not see a key; the spans are of the lanes, which are queries, or of the rows."""
+    for x in range(product.shape[0] // a):
+        i = block_key(x, t, a)
+        for y in range(a):
+            j = block_query(y, t, a)
+            seen = sees(row + i, lows[j], highs[j]) if by_lane else sees(lane + j, lows[i], highs[i])
+            if not seen:
+                product[x * a + y] = product.dtype.type(0)
+
+
+@device_body
 def slope_block(scores, product, lanes, rows, t, a):
     """The products with the cotangents to slopes, in registers: by the thread's own weights, c = lanes * rows."""
     for x in range(product.shape[0] // a):

@@ -1,0 +1,133 @@
+"""Rectangles of one shape as the heads of a problem of their own.
+
+Heads that share their keys, and see the same of them, share their rectangles too: their queries, one head's behind the
+other's, are those of one problem, so that one fit serves the whole group.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import plan
+from .rectangles import divide
+from .scan import Ranges, scan_array
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # an odd number far from any simple fraction of 2^64 (Weyl): seeds of the levels
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is exact and what may be of low rank, for groups of heads that share it."""
+
+    pattern: Any  # `mask.Pattern`
+    groups: np.ndarray  # (groups, heads of each): places among the heads of the call
+    spans: np.ndarray
+    low: list  # rectangles
+    rest: list
+
+
+def layouts(problem, heads, mask, options):
+    """The `Layout`s of a problem with spans (`masked.seen_problem`)."""
+    d, e = problem.shape[2:]
+    pays = functools.cache(lambda queries, keys: bool(plan.decide(queries, keys, d, e, options)[1]))
+    own, found = np.stack([mask.pattern[heads], problem.key_head[heads]], axis=1), {}
+    pairs, which = np.unique(own, axis=0, return_inverse=True)
+    for i, (p, _) in enumerate(pairs):
+        group = np.flatnonzero(which.reshape(-1) == i)
+        found.setdefault((int(p), len(group)), []).append(group)
+    done = []
+    for (p, size), groups in found.items():
+        pattern = mask.patterns[p]
+        divided = divide(
+            pattern.segments, problem.shape[0], lambda queries, keys, size=size: pays(size * queries, keys)
+        )
+        done.append(Layout(pattern, np.array(groups), *divided))
+    return done
+
+
+def by_shape(found, which):
+    """{(queries, keys, heads of a group): [(places, rectangle), ...]} of the rectangles "low" or "rest"."""
+    members: dict = {}
+    for layout in found:
+        for rectangle in getattr(layout, which):
+            shape = rectangle.queries, rectangle.keys, layout.groups.shape[1]
+            members.setdefault(shape, []).extend((tuple(places), rectangle) for places in layout.groups.tolist())
+    return {shape: sorted(own) for shape, own in members.items()}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The problem, and where its heads lie in the whole."""
+
+    problem: Any
+    place: np.ndarray  # (rectangles, heads of a group): places among the heads of the call
+    query: np.ndarray  # first query of each rectangle
+    origins: dict  # of the blocks of "q", "k", "v" that are copies: their heads and first rows; None: a view
+
+    def apart(self, array):
+        """What belongs to the groups' queries (rectangles, group n, ...), for each head by itself."""
+        group = self.place.shape[1]
+        return array.reshape(len(array) * group, array.shape[1] // group, *array.shape[2:])
+
+    def together(self, array):
+        """The inverse."""
+        group = self.place.shape[1]
+        return array.reshape(len(array) // group, array.shape[1] * group, *array.shape[2:])
+
+
+def blocks(problem, heads, members, shape):
+    """The `Parts` of rectangles [(places of a group's heads, rectangle), ...] of one `shape`."""
+    queries, keys, group = shape
+    place = np.array([places for places, _ in members]).reshape(-1, group)
+    query, key = (np.array([getattr(r, name) for _, r in members]) for name in ("query", "key"))
+    own = heads[place]
+    if group == 1:
+        q, query_head, from_q = _cut(problem, problem.q, problem.query_head[own[:, 0]], query, queries)
+    else:
+        from_q = problem.query_head[own.reshape(-1)], np.repeat(query, group)
+        q = problem.device.cut(problem.q, *from_q, queries).reshape(len(members), group * queries, problem.q.shape[2])
+        query_head = np.arange(len(members))
+    key_head = problem.key_head[own[:, 0]]
+    cut = [_cut(problem, x, key_head, key, keys) for x in (problem.k, problem.v)]
+    if (cut[0][1] != cut[1][1]).any():  # a view of one of them alone: both have one number
+        cut = [_copied(problem, x, key_head, key, keys) for x in (problem.k, problem.v)]
+    (k, key_head, from_k), (v, _, from_v) = cut
+    seed = (problem.seed + queries * _SEED_STEP) % 2**63
+    rest = {"seed": seed, "spans": None, "pattern": None}
+    part = dataclasses.replace(problem, q=q, k=k, v=v, query_head=query_head, key_head=key_head, **rest)
+    return Parts(part, place, query, {"q": from_q, "k": from_k, "v": from_v})
+
+
+def _cut(problem, source, head, first, size):
+    """Blocks of `size` rows, which of them each rectangle has, and their origins: a view where they lie on a grid."""
+    n, columns = source.shape[1:]
+    on_grid = not (first % size).any() and (n % size == 0 or source.shape[0] == 1)
+    if on_grid and problem.device.is_contiguous(source):
+        used = n // size
+        whole = source if n % size == 0 else source[:, : used * size]
+        return whole.reshape(source.shape[0] * used, size, columns), head * used + first // size, None
+    return _copied(problem, source, head, first, size)
+
+
+def _copied(problem, source, head, first, size):
+    pairs, which = np.unique(np.stack([head, first], axis=1), axis=0, return_inverse=True)
+    return problem.device.cut(source, pairs[:, 0], pairs[:, 1], size), which.reshape(-1), (pairs[:, 0], pairs[:, 1])
+
+
+def part_ranges(part):
+    """Of the values of the rectangles' own keys. What rounding may cost is judged on the merged output."""
+    report = part.device.empty((part.v.shape[0], 3), np.float64)
+    low, high, _ = scan_array(part.device, part.element, part.v, 0, report)
+    return Ranges(low, high, np.zeros(len(part.query_head)), 0.0)
+
+
+def gradient_blocks(seen, parts, array, name):
+    """Where the gradients of the rectangles' q, k or v are added up, and what to add them to in the end."""
+    source, sizes = getattr(seen, name), getattr(parts.problem, name).shape
+    if parts.origins[name] is None:
+        used = sizes[0] // source.shape[0] * sizes[1]
+        return (array if used == source.shape[1] else array[:, :used]).reshape(sizes), (array, (), ())
+    return seen.device.zeros(sizes, seen.element), (array, *parts.origins[name])
