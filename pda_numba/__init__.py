@@ -1,16 +1,20 @@
 """Attention over very long sequences for NumPy: linear time, a measured error, no PyTorch."""
 
 from .api import attention, estimate_error
+from .decode import AttentionCache
 from .gradient import Residuals, attention_backward, attention_forward, attention_vjp
-from .info import AccuracyWarning, AttentionInfo, ErrorEstimate, GradientInfo
+from .info import AccuracyWarning, AttentionInfo, DecodeInfo, ErrorEstimate, GradientInfo
 from .plan import Plan, plan
+from .prefill import prefill
 from .project import project, projection_matrix, projection_pair
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AccuracyWarning",
+    "AttentionCache",
     "AttentionInfo",
+    "DecodeInfo",
     "ErrorEstimate",
     "GradientInfo",
     "Plan",
@@ -21,6 +25,7 @@ __all__ = [
     "attention_vjp",
     "estimate_error",
     "plan",
+    "prefill",
     "project",
     "projection_matrix",
     "projection_pair",

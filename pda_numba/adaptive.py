@@ -49,6 +49,8 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, lse=
                 note(problem, results[head], row, rank, ranges.rounding(head, problem.shape[0], row[SIZE]))
         limits = np.array([results[h].error_limit for h in active])
         done = worth & (fixed | (limits <= (options.tol or np.inf)))
+        if lse is not None and not fixed:  # the certificate knows nothing of the normalisers
+            done &= loo <= options.tol
         for head in active[done]:
             results[head].reason = "fixed rank" if fixed else "tol is met"
         slope = report[:, SLOPE] if previous is None else np.log2(previous / np.maximum(loo, 1e-300))

@@ -56,7 +56,7 @@ def check_call(q, k, v, given, masks, scale, seed, device, out, check_finite, pr
     for name, value in (("check_finite", check_finite), ("progress", progress), ("return_info", return_info)):
         _validate.flag(name, value)
     shape = (*lead, n, e)
-    mask = check_mask(*masks, lead, n, m)
+    mask = check_mask(masks, lead, n, m)
     if mask:
         _check_with_mask(options)
     chosen = plan.decide(n, m, d, e, options) if math.prod(shape) else ("exact", (), "nothing to do")

@@ -34,7 +34,7 @@ from .reach import reach
 from .results import COLUMNS, ERROR, EXACT_ROWS, HELD_OUT_ROWS, LIMIT, ROW_ERROR, ROW_SHARE, SIZE
 from .rows import rows
 
-_Z95 = 1.6448536269514722
+Z95 = 1.6448536269514722
 _PIECES = 64  # of each head, whose squares are summed apart
 
 # --- bodies: squares of rows ---
@@ -93,7 +93,7 @@ def _gamma_limit(mean, variance):
     if variance <= 0:
         return mean
     shape = mean * mean / variance
-    return mean * max(1.0 - 1.0 / (9.0 * shape) + _Z95 / (3.0 * math.sqrt(shape)), 0.0) ** 3
+    return mean * max(1.0 - 1.0 / (9.0 * shape) + Z95 / (3.0 * math.sqrt(shape)), 0.0) ** 3
 
 
 @shared

@@ -37,6 +37,9 @@ from .leave_one_out import leave_one_out
 LEVERAGE_COLUMNS = 16  # the leverage |x G|^2 is estimated from this many random combinations of G's columns
 _SKETCH = 8  # value columns, or random combinations of them, on which the candidates for lambda are compared
 _CANDIDATES = 9
+# Where outputs are merged, a normaliser's error changes them by as much of the difference between two outputs: of the
+# size of an output, twice that at most.
+_JOINT = 4.0
 
 # --- the workspace of one head ---
 
@@ -141,7 +144,7 @@ def _fill_coefficients(right, begin, total, gains, count, out):
 
 
 @shared
-def _compare(features, vt, gains, right, target, exact, weight, first, width, seed, head, loo, at, work):
+def _compare(features, vt, gains, right, target, exact, weight, first, joint, width, seed, head, loo, at, work):
     """Leave-one-out errors (candidates * windows,) of all candidates, on the sketch of the outputs."""
     n, windows, columns = target.shape
     rank, size = vt.shape[1], min(columns - 1, _SKETCH) + 1
@@ -157,9 +160,8 @@ def _compare(features, vt, gains, right, target, exact, weight, first, width, se
     coefficients = view(work, at.coefficients, (rows, rank))
     _fill_coefficients(view(rights, 0, (rank, windows * size)), 0, windows * size, gains, _CANDIDATES, coefficients)
     none, targets = work[:0], view(targets, 0, (n, windows, size))
-    leave_one_out(
-        features, vt, gains, coefficients, targets, 0, windows, outputs, weight, first, width, loo, none, none, work
-    )
+    judged = weight, first, joint, width
+    leave_one_out(features, vt, gains, coefficients, targets, 0, windows, outputs, *judged, loo, none, none, work)
 
 
 @shared
@@ -212,14 +214,14 @@ def _decompose_head(h, features, target, weight, ranks, width, work):
 
 
 @shared
-def _compare_head(h, heads, features, target, exact, weight, first, ranks, seed, width, work):
+def _compare_head(h, heads, features, target, exact, weight, first, joint, ranks, seed, width, work):
     """The leave-one-out error of every candidate, for every window."""
     _, n, windows, columns = target.shape
     at = _places(n, ranks[h], windows, columns, width, members())
     squares, vt, right = _decomposed(at, ranks[h], windows * columns, work)
     gains = view(work, at.gains, (padded(_CANDIDATES), ranks[h]))
     _fill_gains(squares, 0, _CANDIDATES, gains)
-    sampled = target[h], exact[h], weight[h], first, width
+    sampled = target[h], exact[h], weight[h], first, joint, width
     _compare(features[h], vt, gains, right, *sampled, seed, heads[h], work[at.loo : at.end], at, work)
 
 
@@ -233,7 +235,9 @@ def _best(candidates, window, windows):
 
 
 @shared
-def _judge_head(h, features, target, exact, weight, first, ranks, width, ridge, loo, row_error, row_leverage, work):
+def _judge_head(
+    h, features, target, exact, weight, first, joint, ranks, width, ridge, loo, row_error, row_leverage, work
+):
     """Ridge, relative leave-one-out error and that of each row, for every window."""
     features, target, exact, weight, rank = features[h], target[h], exact[h], weight[h], ranks[h]
     n, windows, columns = target.shape
@@ -246,7 +250,8 @@ def _judge_head(h, features, target, exact, weight, first, ranks, width, ridge, 
         _fill_gains(squares, best, 1, chosen)
         _fill_coefficients(right, w * columns, columns, chosen, 1, own)
         error, rows = loo[h, w : w + 1], (row_error[h, w], row_leverage[h, w])
-        leave_one_out(features, vt, chosen, own, target, w, 1, exact, weight, first, width, error, *rows, work)
+        judged = weight, first, joint, width
+        leave_one_out(features, vt, chosen, own, target, w, 1, exact, *judged, error, *rows, work)
         if member() == 0:
             ridge[h, w] = _level(best)
             error[0] = math.sqrt(error[0] / square)
@@ -275,11 +280,26 @@ def _table_head(h, heads, target, ranks, seed, width, table, work):
 
 @cpu_kernel
 def _fit_cpu(
-    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+    heads,
+    features,
+    target,
+    exact,
+    weight,
+    first,
+    joint,
+    rank,
+    seed,
+    width,
+    table,
+    ridge,
+    loo,
+    row_error,
+    row_leverage,
+    work,
 ):
     for slot in prange(work.shape[0]):
         for h in range(slot, rank.shape[0], work.shape[0]):
-            sampled = features, target, exact, weight, first, rank
+            sampled = features, target, exact, weight, first, joint, rank
             _decompose_head(h, features, target, weight, rank, width, work[slot])
             _compare_head(h, heads, *sampled, seed, width, work[slot])
             _judge_head(h, *sampled, width, ridge, loo, row_error, row_leverage, work[slot])
@@ -291,7 +311,22 @@ def _fit_cpu(
 
 @cuda_kernel(TEAM)
 def _decompose_cuda(
-    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+    heads,
+    features,
+    target,
+    exact,
+    weight,
+    first,
+    joint,
+    rank,
+    seed,
+    width,
+    table,
+    ridge,
+    loo,
+    row_error,
+    row_leverage,
+    work,
 ):
     h = cuda.blockIdx.x
     _decompose_head(h, features, target, weight, rank, width, work[h])
@@ -299,24 +334,69 @@ def _decompose_cuda(
 
 @cuda_kernel(TEAM)
 def _compare_cuda(
-    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+    heads,
+    features,
+    target,
+    exact,
+    weight,
+    first,
+    joint,
+    rank,
+    seed,
+    width,
+    table,
+    ridge,
+    loo,
+    row_error,
+    row_leverage,
+    work,
 ):
     h = cuda.blockIdx.x
-    _compare_head(h, heads, features, target, exact, weight, first, rank, seed, width, work[h])
+    _compare_head(h, heads, features, target, exact, weight, first, joint, rank, seed, width, work[h])
 
 
 @cuda_kernel(TEAM)
 def _judge_cuda(
-    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+    heads,
+    features,
+    target,
+    exact,
+    weight,
+    first,
+    joint,
+    rank,
+    seed,
+    width,
+    table,
+    ridge,
+    loo,
+    row_error,
+    row_leverage,
+    work,
 ):
     h = cuda.blockIdx.x
-    sampled = features, target, exact, weight, first, rank
+    sampled = features, target, exact, weight, first, joint, rank
     _judge_head(h, *sampled, width, ridge, loo, row_error, row_leverage, work[h])
 
 
 @cuda_kernel(TEAM)
 def _table_cuda(
-    heads, features, target, exact, weight, first, rank, seed, width, table, ridge, loo, row_error, row_leverage, work
+    heads,
+    features,
+    target,
+    exact,
+    weight,
+    first,
+    joint,
+    rank,
+    seed,
+    width,
+    table,
+    ridge,
+    loo,
+    row_error,
+    row_leverage,
+    work,
 ):
     h = cuda.blockIdx.x
     _table_head(h, heads, target, rank, seed, width, table, work[h])
@@ -353,6 +433,7 @@ def fit(problem, heads, features, target, exact, weight, rank, *, first=0):
     ridge, loo = (device.empty((count, windows), np.float64) for _ in range(2))
     row_error, row_leverage = (device.empty((count, windows, n), np.float64) for _ in range(2))
     work = device.empty((slots, _places(n, padded_rank, windows, columns, width, team).end), np.float64)
-    given = problem.query_heads(heads), features, target, exact, weight, first, rank, problem.seed, width
+    joint = _JOINT if problem.merged else 0.0
+    given = problem.query_heads(heads), features, target, exact, weight, first, joint, rank, problem.seed, width
     device.run(_fit_cpu, _FIT_CUDA, (slots,), *given, table, ridge, loo, row_error, row_leverage, work)
     return Fit(table, ridge, loo, row_error, row_leverage)

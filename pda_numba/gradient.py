@@ -155,20 +155,8 @@ def attention_backward(residuals, dout, *, return_info=False):
         if residuals.check_finite and not home.is_finite():
             raise ValueError("dout must be finite, got NaN or infinity; check_finite=False skips this test")
         for part in residuals.parts:
-            if isinstance(part, Masked):
-                with clock.stage("masked"):
-                    task = home.problem_of(part.heads), part, call.mask, call.options
-                    masked_backward(*task, home.given, home.gradients)
-                report[part.heads[~part.exact]] = np.nan
-                home.device.recycle()
-                continue
-            for which in apart(problem, part.heads):
-                own, bounds = part.of(home.device, which), [home.device.upload(x) for x in residuals.bounds]
-                task = home.problem_of(own.heads), own, call.options, bounds, home.given, home.gradients
-                measured = _one_run(*task, return_info, clock)
-                if return_info:
-                    report[own.heads] = home.device.download(measured)
-                home.device.recycle()
+            report[part.heads] = _one_part(home, call, part, residuals.bounds, return_info, clock)
+            home.device.recycle()
         arrays = home.result(residuals.shapes)
     if not return_info:
         return arrays
@@ -224,6 +212,22 @@ def _cotangent(residuals, dout):
         return array
     flat = _validate.bits(array).reshape(len(call.problem.query_head), *call.shape[-2:])
     return np.ascontiguousarray(project.as_element(flat, call.problem.element))
+
+
+def _one_part(home, call, part, bounds, measure, clock):
+    """Heads that were computed together: adds to the gradients; what `backward` measures of each, on the host."""
+    problem, device = home.problem_of(part.heads), home.device
+    if isinstance(part, Masked):
+        with clock.stage("masked"):
+            masked_backward(problem, part, call.mask, call.options, home.given, home.gradients)
+        return np.where(part.exact, 0.0, np.nan)[:, None]  # nobody has measured it
+    report, bounds = np.zeros((len(part.heads), 2)), [device.upload(x) for x in bounds]
+    for which in apart(problem, part.heads):
+        own = part.of(device, which), call.options, bounds, home.given, home.gradients
+        measured = _one_run(problem, *own, measure, clock)
+        if measure:
+            report[which] = device.download(measured)
+    return report
 
 
 def _one_run(problem, part, options, bounds, given, gradients, measure, clock):

@@ -1,6 +1,7 @@
 """What a call reports: how each head was computed, how wrong it may be, what it cost."""
 
 import contextlib
+import dataclasses
 import time
 from dataclasses import dataclass, field
 
@@ -136,6 +137,53 @@ class AttentionInfo:
             f"{self.flops:.3g} operations, workspace {self.workspace_bytes / 2**20:.1f} MiB\n"
             f"{sum(self.seconds.values()):.3f} s: {parts}"
         )
+
+
+@dataclass(frozen=True)
+class DecodeInfo:
+    """How a cache computed its answers; arrays have one entry per head, in the shape of q's leading axes.
+
+    The statement is about all answers since the head's last refresh, these ones included.
+
+    Attributes
+    ----------
+    method : ndarray of str
+        "pda" where the head has a model of its past, "exact" where it has none.
+    error : ndarray of float
+        Estimate of |out - exact|_F / |exact|_F.
+    error_limit : ndarray of float
+        Upper limit of the same, at 95 % confidence.
+    row_error : ndarray of float
+        Largest error |out_i - exact_i| of the model seen in an audit, relative to the root mean square of |out_i|.
+    share : ndarray of float
+        With 95 % confidence at least this share of the answers is off by no more than `row_error`.
+    rank : ndarray of int
+        Landmarks of the model, 0 for none.
+    recent : ndarray of int
+        Keys that were attended to exactly by every query.
+    audits : ndarray of int
+        Random comparisons with the exact answer since the last refresh.
+    exact : ndarray of int
+        Answers of this call that are exact.
+    refreshes : ndarray of int
+        Models so far.
+    """
+
+    method: np.ndarray
+    error: np.ndarray
+    error_limit: np.ndarray
+    row_error: np.ndarray
+    share: np.ndarray
+    rank: np.ndarray
+    recent: np.ndarray
+    audits: np.ndarray
+    exact: np.ndarray
+    refreshes: np.ndarray
+
+    def __str__(self):
+        forms = {"method": "s", "error": ".2e", "error_limit": ".2e", "row_error": ".2e", "share": ".3f"}
+        names = [f.name for f in dataclasses.fields(self)]
+        return _table(self.method.shape, [(name, getattr(self, name), forms.get(name, "d")) for name in names])
 
 
 @dataclass(frozen=True)

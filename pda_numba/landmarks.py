@@ -188,8 +188,11 @@ def _pivot(columns, pool, size, count, seed, head, pivot, square, keys):
 
 
 @shared
-def _average(k, which, nearest, c, tile, keys, centre):
-    """Landmark c and the keys nearest to it: their mean, and the keys' sum; in float64, in the sample's order."""
+def _average(k, which, nearest, c, averaged, tile, keys, centre):
+    """Landmark c and the keys nearest to it: their mean, and the keys' sum; in float64, in the sample's order.
+
+    If not `averaged` the landmark stays what it is.
+    """
     size = 1
     for d in range(member(), k.shape[1], members()):
         keys[d] = 0.0
@@ -199,7 +202,7 @@ def _average(k, which, nearest, c, tile, keys, centre):
             for d in range(member(), k.shape[1], members()):
                 keys[d] += float(widen(k[which[i], d]))
     for d in range(member(), k.shape[1], members()):
-        centre[d] = (float(tile[d]) + keys[d]) / size
+        centre[d] = (float(tile[d]) + keys[d]) / size if averaged else float(tile[d])
 
 
 @shared
@@ -249,11 +252,11 @@ def _pivot_cpu(query_head, columns, pool, size, count, seed, pivot, square, keys
 
 
 @cpu_kernel
-def _average_cpu(k, key_head, which, nearest, tiles, keys, centres):
+def _average_cpu(k, key_head, which, nearest, averaged, tiles, keys, centres):
     heads, count = centres.shape[:2]
     for item in prange(heads * count):
         h, c = item // count, item % count
-        _average(k[key_head[h]], which[h], nearest[h], c, tiles[h, c], keys[h, c], centres[h, c])
+        _average(k[key_head[h]], which[h], nearest[h], c, averaged, tiles[h, c], keys[h, c], centres[h, c])
 
 
 @serial_kernel
@@ -300,9 +303,9 @@ def _pivot_cuda(query_head, columns, pool, size, count, seed, pivot, square, key
 
 
 @cuda_kernel(64)
-def _average_cuda(k, key_head, which, nearest, tiles, keys, centres):
+def _average_cuda(k, key_head, which, nearest, averaged, tiles, keys, centres):
     c, h = cuda.blockIdx.x, cuda.blockIdx.y
-    _average(k[key_head[h]], which[h], nearest[h], c, tiles[h, c], keys[h, c], centres[h, c])
+    _average(k[key_head[h]], which[h], nearest[h], c, averaged, tiles[h, c], keys[h, c], centres[h, c])
 
 
 @cuda_kernel(64)
@@ -374,10 +377,14 @@ def assign(problem, heads, keys, found, count):
 
 
 def refine(problem, heads, keys, found, count):
-    """The landmarks after one Lloyd step on `count` uniform keys, (heads, R padded, D); the keys' mean (heads, D)."""
+    """The landmarks after one Lloyd step on `count` uniform keys, (heads, R padded, D); the keys' mean (heads, D).
+
+    Without that step where the output is to be merged: under causal masks keys of much weight (sinks) are the rule, and
+    averages blunt them.
+    """
     device, (tiles, which, places) = problem.device, assign(problem, heads, keys, found, count)
     centres, sums = (device.empty(tiles.shape, np.float64) for _ in range(2))
-    task = problem.k, problem.key_heads(heads), which, places, tiles, sums
+    task = problem.k, problem.key_heads(heads), which, places, not problem.merged, tiles, sums
     device.run(_average_cpu, _average_cuda, (tiles.shape[1], len(heads)), *task, centres)
     mean = device.empty((len(heads), problem.shape[2]), np.float64)
     device.run(_mean_cpu, _mean_cuda, (len(heads),), sums, which.shape[1], mean)

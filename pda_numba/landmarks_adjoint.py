@@ -5,8 +5,8 @@
     dC_j = c dS_j                    dmean = (1 - c) sum_j dS_j
     a landmark's own key: dC_j / (1 + n_j)      a sampled key: dC_near / (1 + n_near) + dmean / samples
 
-Which keys these are, and the temperature c, are held fixed. With a projection S~ = (S - mean) P_K, and
-dS = dS~ P_K^T: P_K, and the mean that it was made with, are held fixed too.
+Without the averages n_j is 0 (`landmarks.refine`). Which keys these are, and the temperature c, are held fixed. With a
+projection S~ = (S - mean) P_K, and dS = dS~ P_K^T: P_K, and the mean that it was made with, are held fixed too.
 """
 
 import numpy as np
@@ -19,19 +19,19 @@ from .kernels.team import barrier, member, members
 
 
 @shared
-def _count_members(nearest, size):
+def _count_members(nearest, averaged, size):
     """1 + n_j of every landmark."""
     for c in range(member(), size.shape[0], members()):
         size[c] = 1.0
-        for i in range(nearest.shape[0]):
+        for i in range(nearest.shape[0] if averaged else 0):
             size[c] += 1.0 if nearest[i] == c else 0.0
     barrier()
 
 
 @shared
-def _to_keys(d_landmarks, keys, found, which, nearest, temperature, size, dk):
+def _to_keys(d_landmarks, keys, found, which, nearest, averaged, temperature, size, dk):
     """One head."""
-    _count_members(nearest, size)
+    _count_members(nearest, averaged, size)
     for d in range(member(), dk.shape[1], members()):
         shift = 0.0
         for c in range(found):
@@ -40,23 +40,24 @@ def _to_keys(d_landmarks, keys, found, which, nearest, temperature, size, dk):
         shift *= (1.0 - temperature) / max(which.shape[0], 1)
         for i in range(which.shape[0]):
             c = nearest[i]
-            dk[which[i], d] += dk.dtype.type(temperature * d_landmarks[c, d] / size[c] + shift)
+            own = temperature * d_landmarks[c, d] / size[c] if averaged else 0.0
+            dk[which[i], d] += dk.dtype.type(own + shift)
 
 
 # --- drivers: a team per head ---
 
 
 @cpu_kernel
-def _to_keys_cpu(key_head, d_landmarks, keys, found, which, nearest, temperature, size, dk):
+def _to_keys_cpu(key_head, d_landmarks, keys, found, which, nearest, averaged, temperature, size, dk):
     for h in prange(len(found)):
-        task = keys[h], found[h], which[h], nearest[h], temperature[h], size[h]
+        task = keys[h], found[h], which[h], nearest[h], averaged, temperature[h], size[h]
         _to_keys(d_landmarks[h], *task, dk[key_head[h]])
 
 
 @cuda_kernel(64)
-def _to_keys_cuda(key_head, d_landmarks, keys, found, which, nearest, temperature, size, dk):
+def _to_keys_cuda(key_head, d_landmarks, keys, found, which, nearest, averaged, temperature, size, dk):
     h = cuda.blockIdx.x
-    task = keys[h], found[h], which[h], nearest[h], temperature[h], size[h]
+    task = keys[h], found[h], which[h], nearest[h], averaged, temperature[h], size[h]
     _to_keys(d_landmarks[h], *task, dk[key_head[h]])
 
 
@@ -71,5 +72,5 @@ def landmarks_adjoint(problem, heads, d_landmarks, keys, found, sample, temperat
     """
     device, (which, nearest) = problem.device, sample
     size = device.empty(d_landmarks.shape[:2], np.float64)
-    task = d_landmarks, keys, found, which, nearest, temperature, size, gradients.k
+    task = d_landmarks, keys, found, which, nearest, not problem.merged, temperature, size, gradients.k
     device.run(_to_keys_cpu, _to_keys_cuda, (len(heads),), problem.key_heads(heads), *task)

@@ -1,7 +1,9 @@
 """The exact leave-one-out error of ridge fits, per head, in float64: a panel of rows in the lanes at a time.
 
     [dnum, dden] = (x_i Z - t_i) / (1 - h_i)      h_i = w_i^2 |x_i G|^2
-    loo = sum_i w_i^2 |dnum_i - o_i dden_i|^2 / (1 + dden_i)^2
+    loo = sum_i w_i^2 (|dnum_i - o_i dden_i|^2 + b dden_i^2) / (1 + dden_i)^2
+
+where b is 0, or `joint` times the mean of |o_i|^2 where the output is to be merged with others by its normaliser.
 
 Every body is a team's (`core` has the driver).
 """
@@ -35,12 +37,12 @@ def _largest_square(exact, weight):
 
 
 @shared
-def _left_out_square(fitted, base, lane, targets, exact, row, window, grow, alone, largest):
-    """Squared error of one row's output when the row is left out."""
+def _left_out_square(fitted, base, lane, targets, exact, row, window, grow, alone, largest, spread):
+    """Squared error of one row's output when the row is left out; that of its normaliser counts `spread` times."""
     columns = targets.shape[2]
     dden = (fitted[base + columns - 1, lane] - targets[row, window, columns - 1]) * grow
     dden = -np.float64(targets[row, window, columns - 1]) if alone else dden
-    square = 0.0
+    square = spread * dden * dden if spread > 0 else 0.0
     for j in range(columns - 1):
         dnum = (fitted[base + j, lane] - targets[row, window, j]) * grow
         dnum = -np.float64(targets[row, window, j]) if alone else dnum
@@ -52,7 +54,20 @@ def _left_out_square(fitted, base, lane, targets, exact, row, window, grow, alon
 
 @shared
 def _judge(
-    leverage, fitted, targets, window, windows, exact, weight, start, first, largest, sums, row_error, row_leverage
+    leverage,
+    fitted,
+    targets,
+    window,
+    windows,
+    exact,
+    weight,
+    start,
+    first,
+    largest,
+    spread,
+    sums,
+    row_error,
+    row_leverage,
 ):
     """Add the rows start .. start + lanes to the sums (candidates * windows, lanes) of squared errors."""
     width, columns = lane_count(fitted), targets.shape[2]
@@ -69,7 +84,7 @@ def _judge(
             for w in range(windows):
                 place = g * windows + w
                 square = _left_out_square(
-                    fitted, place * columns, i, targets, exact, row, window + w, grow, alone, largest
+                    fitted, place * columns, i, targets, exact, row, window + w, grow, alone, largest, spread
                 )
                 if row >= first:
                     sums[place, i] += w_square * square
@@ -93,6 +108,7 @@ def leave_one_out(
     exact,
     weight,
     first,
+    joint,
     width,
     loo,
     row_error,
@@ -144,6 +160,7 @@ def leave_one_out(
             start,
             first,
             largest,
+            joint * largest / (_LARGEST_ERROR * _LARGEST_ERROR),
             sums,
             row_error,
             row_leverage,

@@ -59,8 +59,12 @@ class Mask:
         return any(pattern.keys is not None for pattern in self.patterns)
 
 
-def check(causal, key_lengths, key_mask, cu_seqlens, exact_rows, lead, n, m):
-    """The `Mask` of a call whose output has the leading axes `lead`; None if every query sees every key."""
+def check(masks, lead, n, m):
+    """The `Mask` of a call whose output has the leading axes `lead`; None if every query sees every key.
+
+    `masks` are the caller's causal, key_lengths, key_mask, cu_seqlens and exact_rows.
+    """
+    causal, key_lengths, key_mask, cu_seqlens, exact_rows = masks
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"causal must be True or False, got {causal!r} of type {type(causal).__name__}")
     batch = lead[:-1]
@@ -78,7 +82,8 @@ def check(causal, key_lengths, key_mask, cu_seqlens, exact_rows, lead, n, m):
         unique, which = np.unique(seen.reshape(-1, m), axis=0, return_inverse=True)
         patterns = [_pattern(causal, n, m, np.flatnonzero(own), rows) for own in unique]
     elif cu_seqlens is not None:
-        which, patterns = np.zeros(int(np.prod(batch)), int), [_packed(causal, *_cu_seqlens(cu_seqlens, n, m), rows)]
+        queries, keys = _cu_seqlens(cu_seqlens, n, m)
+        which, patterns = np.zeros(int(np.prod(batch)), int), [_packed(causal, queries, keys, rows)]
     elif causal or rows is not None:
         which, patterns = np.zeros(int(np.prod(batch)), int), [_pattern(causal, n, m, None, rows)]
     else:

@@ -164,8 +164,8 @@ def _merge(whole, parts, which, out, lse, live):
     """The rectangles `which` into the output, each head of a group by itself."""
     device, group = whole.problem.device, parts.place.shape[1]
     place, live, query = parts.place[which].reshape(-1), np.repeat(live, group), np.repeat(parts.query[which], group)
-    own = (device.upload(x) for x in (live.astype(np.int64), whole.heads[place], place, query))
-    merge(device, parts.apart(out), parts.apart(lse), *own, whole.out, whole.lse)
+    own = *(device.upload(x) for x in (live.astype(np.int64), whole.heads[place], place, query)), whole.out, whole.lse
+    merge(device, parts.apart(out), parts.apart(lse), *own)
 
 
 def _add(total, part, group):

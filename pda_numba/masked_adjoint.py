@@ -17,7 +17,7 @@ from numba import prange
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .backward import Gradients, apart, backward, cotangents
 from .dense import scatter_rows
-from .kernels.team import barrier, member, members, team_max, team_sum
+from .kernels.team import member, members, team_max, team_sum
 from .masked import compact_pairs, seen_problem
 from .parts import blocks, gradient_blocks, layouts, part_ranges
 from .rows_adjoint import rows_adjoint
@@ -43,7 +43,6 @@ def _list(which, count, quiet, parts, listed):
     """The lse of listed rows, infinite behind the list; these rows do not count in the parts."""
     for i in range(member(), which.shape[0], members()):
         listed[i] = quiet[which[i]] if i < count else listed.dtype.type(np.inf)
-    barrier()
     for i in range(member(), count, members()):
         parts[which[i]] = np.inf
 
@@ -213,8 +212,8 @@ def _rectangles(seen, kept, group, counts, about, parts_lse, given, gradients):
             backward(parts.problem, some, (ranges.low, ranges.high), cotangent, own, whole=whole)
     exact = np.flatnonzero(~group.low & live)
     for which in apart(parts.problem, exact):
-        about_rows = (device.take(x, exact[which]) for x in (lse, offset, cotangent))
-        rows_adjoint(parts.problem, exact[which], *about_rows, own)
+        about_rows = *(device.take(x, exact[which]) for x in (lse, offset, cotangent)), own
+        rows_adjoint(parts.problem, exact[which], *about_rows)
     for name, blocks_of, (array, head, first) in zip(own._fields, own, back, strict=True):
         blocks_of = parts.apart(blocks_of) if name == "q" and group.shape[2] > 1 else blocks_of
         for i in range(len(head)):
@@ -227,7 +226,8 @@ def _exact_rows(seen, kept, listed, given, gradients):
         offset, cotangent = cotangents(seen, heads, kept.which, listed, given, kept.rows)
         for which in apart(seen, heads):
             about = (device.take(x, which) for x in (listed, offset, cotangent))
-            rows_adjoint(seen, heads[which], *about, gradients, device.take(kept.which, which))
+            task = *about, gradients, device.take(kept.which, which)
+            rows_adjoint(seen, heads[which], *task)
 
 
 def _spread(problem, heads, mask, own, gradients):

@@ -25,7 +25,7 @@ def _mine(e):
 
 
 @shared
-def _add_keys(k, v, low, high, lse, room, near):
+def add_keys(k, v, low, high, lse, room, near):
     """near += sum_j exp(s_j - lse) [v_j, 1] over the keys low .. high, some at a time: first their weights."""
     values = v.shape[1]
     weights = room[2]
@@ -53,8 +53,8 @@ def _near_sums(k, v, row, lse, windows, room, near):
         for e in range(member(), near.shape[1], members()):
             near[w, e] = near[w - 1, e] if w > 0 else near.dtype.type(0)
         if windows[w] >= 0:
-            _add_keys(k, v, row - windows[w], row - inner, lse, room, near[w])
-            _add_keys(k, v, row + max(inner, 0) + 1, row + windows[w] + 1, lse, room, near[w])
+            add_keys(k, v, row - windows[w], row - inner, lse, room, near[w])
+            add_keys(k, v, row + max(inner, 0) + 1, row + windows[w] + 1, lse, room, near[w])
             inner = windows[w]
 
 

@@ -33,8 +33,9 @@ def layouts(problem, heads, mask, options):
     """The `Layout`s of a problem with spans (`masked.seen_problem`)."""
     d, e = problem.shape[2:]
     pays = functools.cache(lambda queries, keys: bool(plan.decide(queries, keys, d, e, options)[1]))
-    own, found = np.stack([mask.pattern[heads], problem.key_head[heads]], axis=1), {}
+    own = np.stack([mask.pattern[heads], problem.key_head[heads]], axis=1)
     pairs, which = np.unique(own, axis=0, return_inverse=True)
+    found: dict = {}
     for i, (p, _) in enumerate(pairs):
         group = np.flatnonzero(which.reshape(-1) == i)
         found.setdefault((int(p), len(group)), []).append(group)
@@ -96,7 +97,7 @@ def blocks(problem, heads, members, shape):
         cut = [_copied(problem, x, key_head, key, keys) for x in (problem.k, problem.v)]
     (k, key_head, from_k), (v, _, from_v) = cut
     seed = (problem.seed + queries * _SEED_STEP) % 2**63
-    rest = {"seed": seed, "spans": None, "pattern": None}
+    rest = {"seed": seed, "spans": None, "pattern": None, "merged": True}
     part = dataclasses.replace(problem, q=q, k=k, v=v, query_head=query_head, key_head=key_head, **rest)
     return Parts(part, place, query, {"q": from_q, "k": from_k, "v": from_v})
 

@@ -30,6 +30,7 @@ class Problem:
     device: Any = CPU
     spans: np.ndarray | None = None
     pattern: np.ndarray | None = None
+    merged: bool = False  # is the output to be merged with others, by its normalisers?
 
     @property
     def factor(self):

@@ -184,8 +184,8 @@ def uniform_part(problem, heads, sample, rank, results, clock):
     return Sample(new, out, lse, masses, pi, rows0, out0, lse0, pi0, device)
 
 
-def solve(problem, heads, sample, options, rank, results, clock, *, slope):
-    """Everything between the uniform rows and the output, at one rank."""
+def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=targets):
+    """Everything between the uniform rows and the output, at one rank; `far` says what the fit is to match."""
     device, count = problem.device, len(heads)
     basis, project_landmarks = device.empty((count, 0, problem.shape[2]), problem.element), None
     projection = device.empty(basis.shape, np.float64)
@@ -202,11 +202,11 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope):
     with clock.stage("fit"):
         trial_rank, half_rank = (device.empty((count,), np.int64) for _ in range(2))
         device.run(_halve_cpu, _halve_cuda, (1,), found, trial_rank, half_rank)
-        trial = _trial(problem, heads, sample, windows, tiles, trial_rank, basis)
+        trial = _trial(problem, heads, sample, windows, tiles, trial_rank, basis, far)
     with clock.stage("leverage"):
         sample = _leverage_rows(problem, heads, sample, rank, trial, basis, results)
     with clock.stage("fit"):
-        target = targets(problem, heads, sample.rows, sample.out, sample.lse, trial.window.reshape(count, 1))
+        target = far(problem, heads, sample.rows, sample.out, sample.lse, trial.window.reshape(count, 1))
         columns = features(problem, heads, sample.rows, sample.lse, trial.tiles, found, basis)
         weight = sample.weights(problem.shape[0])
         common = problem, heads, columns, target, sample.out, weight
@@ -239,12 +239,12 @@ def _windows(problem, options):
     return np.array([-1, *(w for w in plan.WINDOWS if 0 < w < n)] if n == m else [-1])
 
 
-def _trial(problem, heads, sample, windows, tiles, rank, basis):
+def _trial(problem, heads, sample, windows, tiles, rank, basis, far):
     """Trial fits with the leading landmarks at every temperature and window; the best one of each head."""
     device, count = problem.device, len(TEMPERATURES)
     windows = device.repeat(device.upload(windows[None]), len(heads))
     which, exact, lse = sample.uniform, sample.uniform_out, sample.uniform_lse
-    target = targets(problem, heads, which, exact, lse, windows)
+    target = far(problem, heads, which, exact, lse, windows)
     size = padded(min(TRIAL_RANK, tiles.shape[1]))
     leading = _columns(device, tiles.reshape(len(tiles), -1), 0, size * tiles.shape[2])
     leading = leading.reshape(len(tiles), size, tiles.shape[2])

@@ -26,7 +26,7 @@ def choices(problem, part, h):
         "level": float(part.ridge[h]),
         "keys": part.keys[h, :found],
         "sample": sample[0],
-        "nearest": nearest[0],
+        "nearest": np.full(nearest[0].shape, -1) if problem.merged else nearest[0],
         "temperature": float(part.temperature[h]),
         "window": int(part.window[h]),
         "basis": part.basis[h],

@@ -217,6 +217,25 @@ def calls():
     pda_numba.attention(q, k, v, **fixed)
 
 
+def decoding_calls():
+    """A cache with a model of its past: a token at a time, and several."""
+    import ml_dtypes
+    import numpy as np
+
+    import pda_numba
+    from pda_numba import fitting
+
+    fitting._WORTH = 0.0  # also of a past that is too short to be worth it
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+        q, k, v = (rng.standard_normal((heads, 608, 8)).astype(dtype) for heads in (2, 1, 1))
+        options = {"recent": 128, "rank": 8, "tol": None, "device": "cuda", "check_finite": False}
+        cache = pda_numba.AttentionCache(q[:, :600], k[:, :600], v[:, :600], **options)
+        for first, last in ((600, 601), (601, 608)):
+            cache.append(k[:, first:last], v[:, first:last])
+            cache.attend(q[:, first:last])
+
+
 def _on_device(array, axes=(0, 1, 2)):
     from numba import cuda
 
@@ -231,6 +250,7 @@ def main():
     for values[0] in (0, 1):
         calls()
         gradient_calls()
+        decoding_calls()
         masked_calls()
     print(json.dumps(sorted(seen)))
 
