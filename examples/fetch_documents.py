@@ -39,13 +39,13 @@ def cache_directory():
     return base / "pda_numba"
 
 
-def download(url):
-    """The package at `url`; if that is a folder, its newest linux-doc-6.1."""
+def download(url, package=PACKAGE):
+    """The Debian package at `url`; if that is a folder, the newest one there whose name `package` matches."""
     if not url.endswith(".deb"):
         with urllib.request.urlopen(url, timeout=60) as answer:
-            names = set(PACKAGE.findall(urllib.parse.unquote(answer.read().decode("utf-8", errors="replace"))))
+            names = set(package.findall(urllib.parse.unquote(answer.read().decode("utf-8", errors="replace"))))
         if not names:
-            raise click.ClickException(f"no linux-doc-6.1 in {url}; give --url of a .deb, or --archive")
+            raise click.ClickException(f"no {package.pattern} in {url}; give --url of a .deb, or --archive")
         newest = max(names, key=lambda name: [int(x) for x in re.findall(r"\d+", name)])
         url = urllib.parse.urljoin(url, urllib.parse.quote(newest))
     click.echo(f"downloading {url}", err=True)
@@ -64,13 +64,18 @@ def members(archive):
         at += 60 + size + size % 2
 
 
-def documents_of(package):
-    """(directory, text) of every long document, in the order of their paths."""
+def files_of(package):
+    """The tar archive of the files that the Debian package installs."""
     data = next((x for name, x in members(package) if name.startswith("data.tar")), None)
     if data is None:
         raise click.ClickException("the package has no data.tar")
+    return tarfile.open(fileobj=io.BytesIO(data), mode="r:*")
+
+
+def documents_of(package):
+    """(directory, text) of every long document, in the order of their paths."""
     found = []
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:*") as tar:
+    with files_of(package) as tar:
         for member in tar:
             _, _, path = member.name.partition("/Documentation/")
             directory, slash, _ = path.partition("/")

@@ -8,6 +8,7 @@ import llvmlite.binding
 import matplotlib
 import numba
 import numpy as np
+from tables import table
 
 matplotlib.use("Agg")
 
@@ -94,15 +95,6 @@ def _last_tenth(run):
 def _spread(values):
     spread = f" +- {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
     return f"{np.mean(values):.4f}{spread}"
-
-
-def table(header, rows):
-    """A Markdown table."""
-    cells = [[str(x) for x in row] for row in [header, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["| " + " | ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) + " |" for row in cells]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join(lines)
 
 
 def draw(path, task, runs):
