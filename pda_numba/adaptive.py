@@ -51,7 +51,7 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, besi
                 note(problem, results[head], row, rank, ranges.rounding(head, problem.shape[0], row[SIZE]))
         limits = np.array([results[h].error_limit for h in active])
         done = worth & (fixed | (limits <= (options.tol or np.inf)))
-        if beside is not None and not fixed:  # the certificate knows nothing of the normalisers
+        if problem.merged and not fixed:  # the certificate knows nothing of the normalisers
             done &= loo <= options.tol
         for head in active[done]:
             results[head].reason = "fixed rank" if fixed else "tol is met"

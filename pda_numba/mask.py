@@ -22,6 +22,11 @@ class Pattern:
     keys: np.ndarray | None  # the keys that may be seen; None: those of the problem
     exact_rows: np.ndarray  # queries that are exact whatever the rest is
 
+    @property
+    def rises(self):
+        """Do some queries of a sequence see more than others?"""
+        return any(segment.rises for segment in self.segments)
+
     def spans(self, n):
         """(n, 2): the keys of every query, among those that may be seen."""
         spans = np.zeros((n, 2), np.int32)
@@ -102,9 +107,11 @@ def _pattern(causal, n, m, keys, rows, length=None):
         first, last = (np.clip(x, 0, count) for x in (first_key, first_key + 1))
     if not causal:
         first = last = np.full(n, count)
-    segment = Segment(0, 0, first, last)
-    rows = (_last_rows(segment) if causal else np.empty(0, np.int64)) if rows is None else rows
-    return Pattern((segment,), None if keys is None or len(keys) == m else keys, rows)
+    segments: tuple = (Segment(0, 0, first, last),)
+    if not causal and length is not None and n == m and 0 < length < n:  # the padding's queries are fitted apart
+        segments = tuple(Segment(a, 0, first[a:b], last[a:b]) for a, b in ((0, length), (length, n)))
+    rows = (_last_rows(segments[0]) if causal else np.empty(0, np.int64)) if rows is None else rows
+    return Pattern(segments, None if keys is None or len(keys) == m else keys, rows)
 
 
 def _packed(causal, queries, keys, rows):

@@ -15,13 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from . import certify, holdout, plan
+from . import certify, plan
 from .adaptive import low_rank
 from .finish import Beside
 from .merge import merge, place_lse, place_rows
 from .parts import blocks, by_shape, layouts, part_ranges
 from .results import HeadResult
 from .rows import rows
+
+# Uniform rows of the certificate, with half as many by leverage. It knows nothing of what fits say of their own rows:
+# with 128 the limit held in 88 % of 84 runs of all kinds, with 256 in 95 %.
+_UNIFORM = 320
 
 
 @dataclass
@@ -120,7 +124,7 @@ def _rectangles(whole, shape, members, low, keep):
     """Rectangles of one shape, some at a time, merged; returns [(shape, members, which are low rank, kept parts)]."""
     d, e = whole.problem.shape[2:]
     element = whole.problem.element.itemsize
-    own = dataclasses.replace(whole.options, window=0)
+    own = whole.options if shape[3] else dataclasses.replace(whole.options, window=0)
     n, m = shape[0] * shape[2], shape[1]  # of a group's queries together
     ranks = plan.decide(n, m, d, e, own)[1] if low else ()
     memory = n * (e + 2) * element + (plan.head_workspace(n, m, d, e, ranks[-1], element) if ranks else 0)
@@ -180,6 +184,7 @@ def _add(total, part, group):
         total.rank = max(total.rank, part.rank)
         total.effective_rank = max(total.effective_rank, part.effective_rank)
         total.leave_one_out = float(np.fmax(total.leave_one_out, part.leave_one_out))
+        total.window = max(total.window, part.window)
         total.rectangles += 1
     total.flagged_rows += part.flagged_rows
     total.fallback_rows += part.fallback_rows
@@ -219,7 +224,7 @@ def _certify(whole, ranges, judge):
     if len(low):
         with whole.clock.stage("certify"):
             leverage = problem.device.take(whole.leverage, low)
-            judged = judge(problem, heads[low], whole.out, holdout.UNIFORM, ranges, leverage)
+            judged = judge(problem, heads[low], whole.out, _UNIFORM, ranges, leverage)
         for p, *row in zip(low, *judged, strict=True):
             r = results[p]
             r.error, r.error_limit, r.row_error, r.row_share, r.rows = row
@@ -236,7 +241,7 @@ def _certify(whole, ranges, judge):
     sizes = np.sqrt(certify.sum_squares(problem, heads[exact], whole.out)) if ranges and len(exact) else ()
     for p, size in zip(exact, sizes, strict=False):
         r = results[p]
-        r.rank = r.effective_rank = r.flagged_rows = r.fallback_rows = r.rectangles = 0
+        r.rank = r.effective_rank = r.window = r.flagged_rows = r.fallback_rows = r.rectangles = 0
         r.row_share = 1.0
         r.error = r.error_limit = r.row_error = ranges.rounding(heads[p], problem.shape[0], size)
 

@@ -1,7 +1,7 @@
 """Rectangles of one shape as the heads of a problem of their own.
 
-Heads that share their keys, and see the same of them, share their rectangles too: their queries, one head's behind the
-other's, are those of one problem, so that one fit serves the whole group.
+Heads that share their keys, and see the same growing part of them, share their rectangles too: their queries, one
+head's behind the other's, are those of one problem, so that one fit serves the whole group.
 """
 
 import dataclasses
@@ -38,7 +38,9 @@ def layouts(problem, heads, mask, options):
     found: dict = {}
     for i, (p, _) in enumerate(pairs):
         group = np.flatnonzero(which.reshape(-1) == i)
-        found.setdefault((int(p), len(group)), []).append(group)
+        # A near field is a band of one head's queries and keys.
+        for own_group in [group] if mask.patterns[p].rises else np.split(group, len(group)):
+            found.setdefault((int(p), len(own_group)), []).append(own_group)
     done = []
     for (p, size), groups in found.items():
         pattern = mask.patterns[p]
@@ -50,11 +52,11 @@ def layouts(problem, heads, mask, options):
 
 
 def by_shape(found, which):
-    """{(queries, keys, heads of a group): [(places, rectangle), ...]} of the rectangles "low" or "rest"."""
+    """{(queries, keys, heads of a group, whole): [(places, rectangle), ...]} of the rectangles "low" or "rest"."""
     members: dict = {}
     for layout in found:
         for rectangle in getattr(layout, which):
-            shape = rectangle.queries, rectangle.keys, layout.groups.shape[1]
+            shape = rectangle.queries, rectangle.keys, layout.groups.shape[1], rectangle.whole
             members.setdefault(shape, []).extend((tuple(places), rectangle) for places in layout.groups.tolist())
     return {shape: sorted(own) for shape, own in members.items()}
 
@@ -81,7 +83,7 @@ class Parts:
 
 def blocks(problem, heads, members, shape):
     """The `Parts` of rectangles [(places of a group's heads, rectangle), ...] of one `shape`."""
-    queries, keys, group = shape
+    queries, keys, group, alone = shape
     place = np.array([places for places, _ in members]).reshape(-1, group)
     query, key = (np.array([getattr(r, name) for _, r in members]) for name in ("query", "key"))
     own = heads[place]
@@ -97,7 +99,7 @@ def blocks(problem, heads, members, shape):
         cut = [_copied(problem, x, key_head, key, keys) for x in (problem.k, problem.v)]
     (k, key_head, from_k), (v, _, from_v) = cut
     seed = (problem.seed + queries * _SEED_STEP) % 2**63
-    rest = {"seed": seed, "spans": None, "pattern": None, "merged": True}
+    rest = {"seed": seed, "spans": None, "pattern": None, "merged": not alone}
     part = dataclasses.replace(problem, q=q, k=k, v=v, query_head=query_head, key_head=key_head, **rest)
     return Parts(part, place, query, {"q": from_q, "k": from_k, "v": from_v})
 

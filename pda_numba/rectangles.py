@@ -28,6 +28,11 @@ class Segment:
     end: np.ndarray
 
     @property
+    def rises(self):
+        """Do some queries see more than others?"""
+        return bool((self.start < self.end).any())
+
+    @property
     def stop(self):
         return self.query + len(self.end)
 
@@ -37,6 +42,7 @@ class Rectangle(NamedTuple):
     key: int
     queries: int
     keys: int
+    whole: bool = False  # is it all of a segment, as many queries as keys, each at its own key?
 
 
 def rectangles(segment):
@@ -50,7 +56,8 @@ def rectangles(segment):
                 yield Rectangle(segment.query + h, int(start[h - size]), min(size, n - h), keys)
         size *= 2
     if n and start[0] > segment.first:
-        yield Rectangle(segment.query, segment.first, n, int(start[0]) - segment.first)
+        keys = int(start[0]) - segment.first
+        yield Rectangle(segment.query, segment.first, n, keys, n == keys and not segment.rises)
 
 
 def leaf_spans(segment):
@@ -72,7 +79,7 @@ def divide(segments, n, worth):
         own = spans[segment.query : segment.stop]
         own[:] = leaf_spans(segment)
         for rectangle in rectangles(segment):
-            query, key, queries, keys = rectangle
+            query, key, queries, keys, _ = rectangle
             if worth(queries, keys):
                 low.append(rectangle)
                 continue

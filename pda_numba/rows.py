@@ -42,6 +42,14 @@ def _chosen(which, h, i):
 
 
 @shared
+def _in_pairs(b, blocks):
+    """The first block, the last, the second, the last but one, ...: under a causal mask two neighbours do the work of
+    any other two, however threads share them out.
+    """
+    return b // 2 if b % 2 == 0 else blocks - 1 - b // 2
+
+
+@shared
 def _place_queries(q, which, h, first, count, factor, spans, start, stop, queries, lows, highs):
     """Queries into their lanes, with what they see of the keys start .. stop; returns the range that some see."""
     width, low, high = lane_count(queries), stop, start
@@ -142,7 +150,7 @@ def _rows_cpu(
     keys = k.shape[1]
     for item in prange(heads * blocks * splits):
         h, rest = item // (blocks * splits), item % (blocks * splits)
-        b, s = rest // splits, rest % splits
+        b, s = _in_pairs(rest // splits, blocks), rest % splits
         first = b * block
         if first < used[h]:
             _attend(

@@ -27,7 +27,7 @@ def covered(n, m, segments, pays):
     seen = np.zeros((n, m), int)
     for i, (a, b) in enumerate(spans):
         seen[i, a:b] += 1
-    for query, key, queries, keys in low + rest:
+    for query, key, queries, keys, _ in low + rest:
         seen[query : query + queries, key : key + keys] += 1
     return seen
 
