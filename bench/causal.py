@@ -112,7 +112,7 @@ def padded(arguments):
             own = [np.concatenate([x[b, :, :t] for b, t in enumerate(lengths)], axis=1) for x in (q, k, v)]
             calls = {
                 "full": lambda a=(q, k, v), o=every: attention(*a, **o),
-                "padded": lambda a=(q, k, v), o=every, t=lengths: attention(*a, key_lengths=t, **o),
+                "padded": lambda a=(q, k, v), o=every, t=lengths: attention(*a, query_lengths=t, key_lengths=t, **o),
                 "packed": lambda a=own, o=every, t=packed: attention(*a, cu_seqlens=t, **o),
             }
             s = alternate(calls, arguments.repeats)

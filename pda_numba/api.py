@@ -27,6 +27,7 @@ def attention(
     calibrate=True,
     window="auto",
     causal=False,
+    query_lengths=None,
     key_lengths=None,
     key_mask=None,
     cu_seqlens=None,
@@ -72,9 +73,9 @@ def attention(
         what each query sees last, 256 keys on average or more.
     causal : bool, default False
         Query i sees the keys j <= i + M - N alone: the last query sees all keys.
-    key_lengths : array of int, optional
-        Of each batch entry (the leading axes without the heads') only so many keys are there; the others are never
-        read. As many queries as ever are computed.
+    query_lengths, key_lengths : array of int, optional
+        Of each batch entry (the leading axes without the heads') only so many queries, or keys, are there. The others'
+        outputs are 0; other keys are never read. With `key_lengths` alone the padding's queries are computed too.
     key_mask : array of bool, shape (..., M), optional
         True where a key may be seen; leading axes broadcast with the batch. Keys that nobody may see are never read.
     cu_seqlens : array of int, shape (B + 1,), or a pair of these, optional
@@ -141,7 +142,7 @@ def attention(
     (2048, 32)
     """
     given = rank, tol, window, proj_dim, method, projection, calibrate
-    masks = causal, key_lengths, key_mask, cu_seqlens, exact_rows
+    masks = causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows
     call = check_call(q, k, v, given, masks, scale, seed, device, out, check_finite, progress, return_info)
     out, info, _ = run_call(call, check_finite, progress, return_info)
     warn_of_error(info, call.options)
@@ -156,6 +157,7 @@ def estimate_error(
     *,
     n_rows=128,
     causal=False,
+    query_lengths=None,
     key_lengths=None,
     key_mask=None,
     cu_seqlens=None,
@@ -177,7 +179,7 @@ def estimate_error(
         As for `attention`.
     n_rows : int, default 128
         Uniform rows per head.
-    causal, key_lengths, key_mask, cu_seqlens
+    causal, query_lengths, key_lengths, key_mask, cu_seqlens
         As for `attention`.
     scale : float, optional
         Factor on the logits, by default 1/sqrt(D).
@@ -203,7 +205,7 @@ def estimate_error(
     knows: where errors sit in very few rows, the limit can be too low.
     """
     problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
-    mask = check_mask((causal, key_lengths, key_mask, cu_seqlens, None), lead, *problem.shape[:2])
+    mask = check_mask((causal, query_lengths, key_lengths, key_mask, cu_seqlens, None), lead, *problem.shape[:2])
     n_rows = min(_validate.whole("n_rows", n_rows, 1), max(problem.shape[0], 1))
     _validate.flag("check_finite", check_finite)
     device, _ = resolve_device(device, on_gpu=not on_host(problem))

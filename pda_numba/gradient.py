@@ -54,6 +54,7 @@ def attention_forward(
     calibrate=True,
     window="auto",
     causal=False,
+    query_lengths=None,
     key_lengths=None,
     key_mask=None,
     cu_seqlens=None,
@@ -69,6 +70,8 @@ def attention_forward(
     Parameters
     ----------
     q, k, v, rank, tol, proj_dim, projection, calibrate, window, scale, method, device, seed, check_finite
+        As for `attention`.
+    causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows
         As for `attention`.
 
     Returns
@@ -99,7 +102,7 @@ def attention_forward(
     True
     """
     given = rank, tol, window, proj_dim, method, projection, calibrate
-    masks = causal, key_lengths, key_mask, cu_seqlens, exact_rows
+    masks = causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows
     call = check_call(q, k, v, given, masks, scale, seed, device, None, check_finite)
     parts: list = []
     out, info, ranges = run_call(call, check_finite, False, True, parts.append)

@@ -4,6 +4,7 @@ Query i sees the first ends[i] keys of its sequence, those at j <= i + M - N if 
 taken out first where they may lie anywhere (`key_mask`): what is left is a sequence of its own, in the same order.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,49 +68,48 @@ class Mask:
 def check(masks, lead, n, m):
     """The `Mask` of a call whose output has the leading axes `lead`; None if every query sees every key.
 
-    `masks` are the caller's causal, key_lengths, key_mask, cu_seqlens and exact_rows.
+    `masks` are the caller's causal, query_lengths, key_lengths, key_mask, cu_seqlens and exact_rows.
     """
-    causal, key_lengths, key_mask, cu_seqlens, exact_rows = masks
+    causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows = masks
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"causal must be True or False, got {causal!r} of type {type(causal).__name__}")
-    batch = lead[:-1]
-    given = {"key_lengths": key_lengths, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    _not_together(cu_seqlens=cu_seqlens, query_lengths=query_lengths)
+    _not_together(key_lengths=key_lengths, key_mask=key_mask, cu_seqlens=cu_seqlens)
+    batch, rows = lead[:-1], None if exact_rows is None else _rows(exact_rows, n)
+    if cu_seqlens is not None:
+        queries, keys = _cu_seqlens(cu_seqlens, n, m)
+        which, patterns = np.zeros(math.prod(batch), int), [_packed(causal, queries, keys, rows)]
+    elif causal or rows is not None or not (query_lengths is key_lengths is key_mask is None):
+        counts = _lengths("query_lengths", query_lengths, batch, n, "queries").reshape(-1, 1)
+        lengths = _lengths("key_lengths", key_lengths, batch, m, "keys").reshape(-1, 1)
+        seen = np.ones((len(lengths), 0), bool) if key_mask is None else _key_mask(key_mask, batch, m).reshape(-1, m)
+        unique, which = np.unique(np.hstack([counts, lengths, seen]), axis=0, return_inverse=True)
+        kept = [None if key_mask is None else np.flatnonzero(own[2:]) for own in unique]
+        sizes = [(int(own[0]), int(own[1])) for own in unique]
+        patterns = [_pattern(causal, n, m, own, rows, *size) for own, size in zip(kept, sizes, strict=True)]
+    else:
+        return None
+    return Mask(tuple(patterns), np.repeat(which.reshape(-1), lead[-1] if lead else 1))
+
+
+def _not_together(**given):
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise ValueError(f"{names[0]} and {names[1]} must not be given together")
-    rows = None if exact_rows is None else _rows(exact_rows, n)
-    if key_lengths is not None:
-        lengths = _lengths(key_lengths, batch, m)
-        unique, which = np.unique(lengths.reshape(-1), return_inverse=True)
-        patterns = [_pattern(causal, n, m, None, rows, length=int(length)) for length in unique]
-    elif key_mask is not None:
-        seen = _key_mask(key_mask, batch, m)
-        unique, which = np.unique(seen.reshape(-1, m), axis=0, return_inverse=True)
-        patterns = [_pattern(causal, n, m, np.flatnonzero(own), rows) for own in unique]
-    elif cu_seqlens is not None:
-        queries, keys = _cu_seqlens(cu_seqlens, n, m)
-        which, patterns = np.zeros(int(np.prod(batch)), int), [_packed(causal, queries, keys, rows)]
-    elif causal or rows is not None:
-        which, patterns = np.zeros(int(np.prod(batch)), int), [_pattern(causal, n, m, None, rows)]
-    else:
-        return None
-    heads = lead[-1] if lead else 1
-    return Mask(tuple(patterns), np.repeat(which.reshape(-1), heads))
 
 
-def _pattern(causal, n, m, keys, rows, length=None):
-    """One sequence: of the `keys` among m, of the first `length`, or of all."""
-    first_key = np.arange(n) + m - n  # a query's own position among the keys
-    count = m if length is None else length
+def _pattern(causal, n, m, keys, rows, queries, length):
+    """One sequence: the first `queries` of n; of m keys the `keys`, or the first `length`."""
+    place = np.arange(queries) + m - n  # a query's own position among the keys
     if keys is not None:
-        count, first, last = len(keys), np.searchsorted(keys, first_key), np.searchsorted(keys, first_key + 1)
+        count, first, last = len(keys), np.searchsorted(keys, place), np.searchsorted(keys, place + 1)
     else:
-        first, last = (np.clip(x, 0, count) for x in (first_key, first_key + 1))
+        count, first, last = length, *(np.clip(x, 0, length) for x in (place, place + 1))
     if not causal:
-        first = last = np.full(n, count)
+        first = last = np.full(queries, count)
     segments: tuple = (Segment(0, 0, first, last),)
-    if not causal and length is not None and n == m and 0 < length < n:  # the padding's queries are fitted apart
-        segments = tuple(Segment(a, 0, first[a:b], last[a:b]) for a, b in ((0, length), (length, n)))
+    if not causal and keys is None and n == m and 0 < length < queries:  # the padding's queries are fitted apart
+        segments = tuple(Segment(a, 0, first[a:b], last[a:b]) for a, b in ((0, length), (length, queries)))
     rows = (_last_rows(segments[0]) if causal else np.empty(0, np.int64)) if rows is None else rows
     return Pattern(segments, None if keys is None or len(keys) == m else keys, rows)
 
@@ -151,15 +151,15 @@ def _broadcast(name, array, batch, rest=()):
         raise ValueError(f"{name} must broadcast to shape {wanted}, got {array.shape}") from None
 
 
-def _lengths(key_lengths, batch, m):
-    lengths = _broadcast("key_lengths", _integers("key_lengths", key_lengths), batch)
-    if lengths.size and (lengths.min() < 0 or lengths.max() > m):
-        raise ValueError(f"key_lengths must be between 0 and the number of keys {m}, got {_outlier(lengths, m)}")
+def _lengths(name, given, batch, most, what):
+    """One length per batch entry; all of it by default."""
+    if given is None:
+        return np.full(batch, most, np.int64)
+    lengths = _broadcast(name, _integers(name, given), batch)
+    if lengths.size and (lengths.min() < 0 or lengths.max() > most):
+        worst = lengths.min() if lengths.min() < 0 else lengths.max()
+        raise ValueError(f"{name} must be between 0 and the number of {what} {most}, got {worst}")
     return lengths
-
-
-def _outlier(array, high):
-    return int(array.min() if array.min() < 0 else array.max()) if high else int(array.max())
 
 
 def _key_mask(key_mask, batch, m):

@@ -65,10 +65,19 @@ def packed_causal(n, m, batch):
     return Case({"causal": True} | options, seen & triangle)
 
 
+def padded(n, m, batch):
+    """Queries and keys, down to a third of them."""
+    queries, keys = (np.linspace(x, x // 3, batch).astype(int) for x in (n, m))
+    seen = (np.arange(n) < queries[:, None])[:, :, None] & (np.arange(m) < keys[:, None])[:, None]
+    return Case({"query_lengths": queries, "key_lengths": keys}, seen)
+
+
 MASKS = {
     "causal": causal,
     "lengths": lengths,
     "lengths, causal": with_causal(lengths),
+    "padded": padded,
+    "padded, causal": with_causal(padded),
     "holes": holes,
     "holes, causal": with_causal(holes),
     "packed": packed,

@@ -278,6 +278,12 @@ BAD = {
     "lengths too long": ({"key_lengths": [3, 41]}, ValueError, ["key_lengths", "40", "41"]),
     "lengths negative": ({"key_lengths": -1}, ValueError, ["key_lengths", "-1"]),
     "lengths float": ({"key_lengths": [3.0, 4.0]}, TypeError, ["key_lengths", "integers", "float64"]),
+    "query lengths": ({"query_lengths": [3, 31]}, ValueError, ["query_lengths", "queries 30", "31"]),
+    "packed lengths": (
+        {"query_lengths": [3, 3], "cu_seqlens": ([0, 30], [0, 40])},
+        ValueError,
+        ["cu_seqlens", "query_lengths", "together"],
+    ),
     "mask dtype": ({"key_mask": np.ones((2, 40))}, TypeError, ["key_mask", "boolean", "float64"]),
     "mask shape": ({"key_mask": np.ones((2, 30), bool)}, ValueError, ["key_mask", "(2, 40)", "(2, 30)"]),
     "both": (
