@@ -40,13 +40,14 @@ def _merge_row(part, part_lse, part_leverage, i, out, lse, leverage, row):
 @shared
 def _keep_leverage(state, leverage, i, out):
     """0 where a row is exact; no more than a number whose square can be added up."""
-    bounded = leverage[i] if leverage[i] < _MOST else out.dtype.type(_MOST)
+    most = out.dtype.type(_MOST)
+    bounded = leverage[i] if leverage[i] < most else most
     out[i] = out.dtype.type(0) if state[i] & EXACT else bounded
 
 
 @shared
 def _place_lse(values, shift, row, i, lse):
-    lse[row] = values[i] + lse.dtype.type(shift)
+    lse[row] = values[i] + shift
 
 
 @shared
@@ -135,7 +136,7 @@ def merge(device, part, part_lse, part_leverage, live, place, own, first, out, l
 def place_lse(device, which, count, live, values, shift, lse):
     """lse[h, which[h, i]] = values[h, i] + shift for the first `count` rows of each live head's list."""
     grid = -(-which.shape[1] // 128), len(which)
-    device.run(_place_lse_cpu, _place_lse_cuda, grid, which, count, live, values, float(shift), lse)
+    device.run(_place_lse_cpu, _place_lse_cuda, grid, which, count, live, values, np.dtype(lse.dtype).type(shift), lse)
 
 
 def place_rows(device, which, count, place, values, out):

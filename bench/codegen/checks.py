@@ -35,6 +35,7 @@ FLOAT64_BY_NATURE = {
     "pda_numba.landmarks:_pool_cuda": _DRAWS,
     "pda_numba.landmarks:_shrink_cuda": "means of keys, which the landmarks are moved by",
     "pda_numba.landmarks_adjoint:_to_keys_cuda": _BACK,
+    "pda_numba.masked_adjoint:_settle_cuda": "products of cotangents and outputs that cancel",
     "pda_numba.near_adjoint:_near_cuda": _BACK,
     "pda_numba.project:_project_cuda": "the products of the paper's variant, rounded once",
     "pda_numba.project:_roots_cuda": _FIT,
