@@ -240,7 +240,10 @@ def test_the_error_of_any_output_under_a_mask(make):
     found = pda_numba.estimate_error(out, q, k, v, **options)
     for b, h in np.ndindex(q.shape[:2]):
         if np.abs(true[b, h]).max() > 0:
-            assert abs(found.error[b, h] - 0.03) < 0.002  # the same in every row, whichever are looked at
+            # The same in every row; but the first rows are several times as large as the last, and one row in five is
+            # looked at: the estimate's own deviation is about a tenth.
+            assert abs(found.error[b, h] / 0.03 - 1) < 0.3
+            assert found.error_limit[b, h] > 0.028
         else:
             assert found.error[b, h] == 0
 

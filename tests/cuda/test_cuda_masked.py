@@ -134,17 +134,20 @@ def test_merge(rng):
     out, part = rng.standard_normal((4, 10, e)), rng.standard_normal((heads, n, e))
     lse, part_lse = rng.standard_normal((2, 10)), rng.standard_normal((heads, n))
     lse[0, 3], part_lse[1, 2] = -np.inf, -np.inf
+    leverage, part_leverage = rng.random((2, 10)), rng.random((heads, n))
     out[1, 3] = 0
     tasks = np.array([1, 1, 0]), np.array([1, 3, 0]), np.array([0, 1, 1]), np.array([0, 3, 0])
     found = []
     for device in (CPU, Cuda()):
-        own = [device.upload(x) if device is CPU else numba_cuda.to_device(x) for x in (out.copy(), lse.copy())]
-        merge.merge(device, device.upload(part), device.upload(part_lse), *map(device.upload, tasks), *own)
+        own = [x.copy() if device is CPU else numba_cuda.to_device(x) for x in (out, lse, leverage)]
+        merge.merge(device, *map(device.upload, (part, part_lse, part_leverage, *tasks)), *own)
         found.append([host(x) for x in own])
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-14)
     total = np.exp2(lse[0, :7]) + np.exp2(part_lse[0])
     np.testing.assert_allclose(found[0][1][0, :7], np.log2(total), rtol=1e-12, atol=1e-12)
+    added = (np.exp2(part_lse[0]) / total) ** 2 * part_leverage[0]
+    np.testing.assert_allclose(found[0][2][0, :7], leverage[0, :7] + added, rtol=1e-12)
     both = np.exp2(lse[0, :7])[:, None] * out[1, :7] + np.exp2(part_lse[0])[:, None] * part[0]
     np.testing.assert_allclose(found[0][0][1, :7], both / total[:, None], rtol=1e-12)
 
