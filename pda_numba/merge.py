@@ -85,7 +85,7 @@ def _place_lse_cpu(which, count, live, values, shift, lse):
                 _place_lse(values[h], shift, which[h, i], i, lse[h])
 
 
-@cuda_kernel(128)
+@cuda_kernel(64)
 def _place_lse_cuda(which, count, live, values, shift, lse):
     i, h = cuda.blockIdx.x * members() + member(), cuda.blockIdx.y
     if live[h] and i < count[h]:
@@ -113,7 +113,7 @@ def _keep_leverage_cpu(state, leverage, out):
         _keep_leverage(state[item // n], leverage[item // n], item % n, out[item // n])
 
 
-@cuda_kernel(128)
+@cuda_kernel(64)
 def _keep_leverage_cuda(state, leverage, out):
     i, h = cuda.blockIdx.x * members() + member(), cuda.blockIdx.y
     if i < out.shape[1]:
@@ -135,7 +135,7 @@ def merge(device, part, part_lse, part_leverage, live, place, own, first, out, l
 
 def place_lse(device, which, count, live, values, shift, lse):
     """lse[h, which[h, i]] = values[h, i] + shift for the first `count` rows of each live head's list."""
-    grid = -(-which.shape[1] // 128), len(which)
+    grid = -(-which.shape[1] // 64), len(which)
     device.run(_place_lse_cpu, _place_lse_cuda, grid, which, count, live, values, np.dtype(lse.dtype).type(shift), lse)
 
 
@@ -146,5 +146,5 @@ def place_rows(device, which, count, place, values, out):
 
 def keep_leverage(device, state, leverage, out):
     """out (heads, N) = the leverages (heads, at least N), 0 where the bits of `state` say that a row is exact."""
-    grid = -(-out.shape[1] // 128), len(out)
+    grid = -(-out.shape[1] // 64), len(out)
     device.run(_keep_leverage_cpu, _keep_leverage_cuda, grid, state, leverage, out)

@@ -154,7 +154,7 @@ def test_exact_rows_are_placed(order, rng):
     for problem in (cpu, gpu):
         step = pass_of(problem, heads, rank, out, norm, state)
         with order():
-            step.place(*(problem.device.upload(x) for x in (which, count, values)))
+            step.place(*(problem.device.upload(x) for x in (which, count, values)), None)
         placed, norms, states = host(step.out), host(step.norm), host(step.state)
         expected = out.copy()
         expected[2, [5, 96]] = values[0, :2]
@@ -214,14 +214,15 @@ def made_up_fit(problem, heads, rank, samples):
     """A `Solved` by a hand-made fit: every landmark's value with weight one, a leverage of some tens."""
     device, (_, _, d, e) = problem.device, problem.shape
     which = draw.uniform_rows(problem, heads, samples)
-    exact, _, _ = rows.rows(problem, heads, which)
+    exact, lse, _ = rows.rows(problem, heads, which)
     rng = np.random.default_rng(1)
     tiles = rng.standard_normal((len(heads), padded(rank), d)).astype(np.float32)
     table = np.zeros((len(heads), padded(rank), padded(e + 1 + LEVERAGE_COLUMNS)), np.float32)
     table[:, :rank, :e] = rng.standard_normal((len(heads), rank, e))
     table[:, :rank, e] = 1
     table[:, :rank, e + 1 :] = 2 * rng.standard_normal(table[:, :rank, e + 1 :].shape)
-    sample = SimpleNamespace(rows=which, out=exact, uniform=which, drawn_pi=device.empty((len(heads), 0), np.float64))
+    drawn_pi = device.empty((len(heads), 0), np.float64)
+    sample = SimpleNamespace(rows=which, out=exact, lse=lse, uniform=which, drawn_pi=drawn_pi)
     upload = device.upload
     return SimpleNamespace(
         sample=sample,
@@ -250,9 +251,13 @@ def test_finish(order, rng):
         out = device.zeros((3, 210, 3), np.float32)
         with order():
             solved = made_up_fit(problem, heads, 8, 16)
-            report, _ = finish.finish(problem, heads, solved, 8, 0.2, ranges, out, Clock())
-        outcomes.append((host(out), host(report)))
-    (out, report), (on_gpu, report_gpu) = outcomes
+            beside = finish.Beside(*(device.zeros((3, 210), np.float32) for _ in range(2)))
+            report, _ = finish.finish(problem, heads, solved, 8, 0.2, ranges, out, Clock(), beside)
+        outcomes.append((host(out), host(report), *map(host, beside)))
+    (out, report, lse, leverage), (on_gpu, report_gpu, *beside_gpu) = outcomes
+    for own, other in zip((lse[:2], leverage[:2]), beside_gpu, strict=True):
+        np.testing.assert_allclose(other[:2], own, rtol=1e-3, atol=1e-4)
+    assert (leverage[0] == 0).sum() == report[0, EXACT_ROWS] + report[0, HELD_OUT_ROWS]
     # float32: sums over eight landmarks, logits up to 10
     np.testing.assert_allclose(on_gpu, out, rtol=0, atol=1e-4)
     assert not out[2].any()
