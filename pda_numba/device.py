@@ -12,6 +12,7 @@ import os
 import numba
 import numpy as np
 
+from ._arrays import contiguous_strides
 from ._jit import SIMULATED, cuda, cuda_kernel, import_cuda, shared
 from .kernels.scalar import widen
 from .kernels.team import member, members
@@ -327,7 +328,7 @@ class Cuda:
 
     @staticmethod
     def is_contiguous(array):
-        steps = [array.dtype.itemsize * math.prod(array.shape[i + 1 :]) for i in range(array.ndim)]
+        steps = contiguous_strides(array.shape, array.dtype.itemsize)
         return all(n <= 1 or a == b for a, b, n in zip(array.strides, steps, array.shape, strict=True))
 
     def gather_rows(self, source, head, index):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _validate
 from .rectangles import Segment
 
 LAST_ROWS = 64  # queries at the end of a causal sequence that are always exact: the next token depends on them
@@ -71,8 +72,7 @@ def check(masks, lead, n, m):
     `masks` are the caller's causal, query_lengths, key_lengths, key_mask, cu_seqlens and exact_rows.
     """
     causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows = masks
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal must be True or False, got {causal!r} of type {type(causal).__name__}")
+    causal = _validate.flag("causal", causal)
     _not_together(cu_seqlens=cu_seqlens, query_lengths=query_lengths)
     _not_together(key_lengths=key_lengths, key_mask=key_mask, cu_seqlens=cu_seqlens)
     batch, rows = lead[:-1], None if exact_rows is None else _rows(exact_rows, n)
