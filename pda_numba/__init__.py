@@ -4,6 +4,7 @@ from .api import attention, estimate_error
 from .decode import AttentionCache
 from .gradient import Residuals, attention_backward, attention_forward, attention_vjp
 from .info import AccuracyWarning, AttentionInfo, DecodeInfo, ErrorEstimate, GradientInfo
+from .options import NearField
 from .plan import Plan, plan
 from .prefill import prefill
 from .project import project, projection_matrix, projection_pair
@@ -17,6 +18,7 @@ __all__ = [
     "DecodeInfo",
     "ErrorEstimate",
     "GradientInfo",
+    "NearField",
     "Plan",
     "Residuals",
     "attention",

@@ -2,7 +2,6 @@
 
 import math
 import operator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,38 +53,6 @@ def flag(name, value):
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
     return bool(value)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The caller's choices, checked. `window` None is "auto", 0 no near field; `proj_dim` None is no projection."""
-
-    rank: int | None
-    tol: float | None
-    window: int | None
-    proj_dim: int | None
-    projection: str
-    calibrate: bool
-    method: str
-
-
-def options(rank, tol, window, proj_dim, method, projection="pca", calibrate=True, *, n, m, d):
-    """Check the choices that do not depend on the arrays' values, against N, M and D."""
-    return Options(
-        rank=None if rank is None else whole("rank", rank, 1),
-        tol=None if tol is None else positive("tol", tol),
-        window=None if isinstance(window, str) and window == "auto" else _window(window, max(n, m)),
-        proj_dim=None if proj_dim is None else whole("proj_dim", proj_dim, 1, d, high_name=f"the head dimension {d}"),
-        projection=choice("projection", projection, ("pca", "srht", "gaussian", "orthogonal")),
-        calibrate=flag("calibrate", calibrate),
-        method=choice("method", method, ("auto", "pda", "exact")),
-    )
-
-
-def _window(window, length):
-    if isinstance(window, str):
-        raise ValueError(f"window must be 'auto' or an integer, got {window!r}")
-    return whole("window", window, 0, max(length - 1, 0), high_name=f"the sequence length less one, {length - 1}")
 
 
 # --- arrays ---

@@ -26,6 +26,7 @@ def attention(
     projection="pca",
     calibrate=True,
     window="auto",
+    near="auto",
     causal=False,
     query_lengths=None,
     key_lengths=None,
@@ -70,7 +71,11 @@ def attention(
     window : int or "auto"
         Keys with |i - j| <= window are attended to exactly; 0 is none. "auto" chooses among 0, 32 and 128 for each head
         by the error on rows left out of the fit (if N equals M). Under a mask it must be 0 or "auto": the near field is
-        what each query sees last, 256 keys on average or more.
+        what each query sees last, 256 keys on average or more. The short form of `near=NearField(window=...)`.
+    near : {"auto", "none", "window", "content", "both"} or NearField
+        What is attended to exactly beside the low-rank far field: a window, or the keys of those buckets of similar
+        keys that a query matches best and the few keys that hold most attention ("content"). "auto" chooses none,
+        either or both for each head, by the error on rows left out of the fit times the cost.
     causal : bool, default False
         Query i sees the keys j <= i + M - N alone: the last query sees all keys.
     query_lengths, key_lengths : array of int, optional
@@ -141,7 +146,7 @@ def attention(
     >>> out.shape
     (2048, 32)
     """
-    given = rank, tol, window, proj_dim, method, projection, calibrate
+    given = rank, tol, window, near, proj_dim, method, projection, calibrate
     masks = causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows
     call = check_call(q, k, v, given, masks, scale, seed, device, out, check_finite, progress, return_info)
     out, info, _ = run_call(call, check_finite, progress, return_info)

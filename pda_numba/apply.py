@@ -3,6 +3,9 @@
     E_ij = exp(scale q_i . k_j - ref_i)      j over the landmarks, ref_i the row's largest score
     out_i = (sum_near exp(s_ij - ref_i) v_j + E_i Z[:, :E]) / (sum_near exp(s_ij - ref_i) + E_i Z[:, E])
 
+The near keys are those of the window and those that are near by content. Attention to the latter is known (`content`):
+the sums begin with it, and the window leaves its keys out.
+
 Landmarks and near keys go through the same panel body as exact attention: the landmarks are a tile of keys whose
 "values" are the rows of the coefficient table [Z, z_den, G]; G gives each row's leverage |E_i G|^2 / den_i^2.
 """
@@ -18,7 +21,9 @@ from .kernels.panel import (
     add_square,
     add_values,
     clipped,
+    covered,
     in_band,
+    larger,
     load_tile,
     log_sum,
     multiply_keys,
@@ -45,7 +50,46 @@ def _mask_band(scores, row, key, window, keys):
 
 
 @shared
-def _near_field(k, v, row, count, window, values, queries, key_tile, value_tile, scores, top, peak, total, sums):
+def mask_covered(scores, row, count, key, keys, bucket, heavy, probes, used):
+    """Minus infinity for keys that are near by content already."""
+    outside = -scores.dtype.type(np.inf)
+    for j in range(keys):
+        for x in range(count):
+            if covered(bucket[key + j, 0], heavy, probes[row + x], used):
+                scores[j, x] = outside
+
+
+@shared
+def begin_sums(near_out, near_lse, row, x, values, top, total, sums):
+    """Lane x begins with what the content near field of a query holds."""
+    if near_lse[row] > top[x]:
+        top[x] = near_lse[row]
+        total[x] = sums[values, x] = 1
+        for e in range(values):
+            sums[e, x] = near_out[row, e]
+
+
+@shared
+def _near_field(
+    k,
+    v,
+    row,
+    count,
+    window,
+    bucket,
+    heavy,
+    probes,
+    used,
+    values,
+    queries,
+    key_tile,
+    value_tile,
+    scores,
+    top,
+    peak,
+    total,
+    sums,
+):
     """Sums over the band of the queries row .. row + count; the normaliser's into row `values` of `sums`."""
     stop = min(row + count + window, k.shape[0])
     for j in range(max(row - window, 0), stop, TILE):
@@ -53,6 +97,8 @@ def _near_field(k, v, row, count, window, values, queries, key_tile, value_tile,
         load_tile(key_tile, k, j, keys)
         multiply_keys(scores, key_tile, queries, keys)
         _mask_band(scores, row, j, window, keys)
+        if used:
+            mask_covered(scores, row, count, j, keys, bucket, heavy, probes, used)
         raise_top(top, peak, total, sums, scores, keys)
         weigh(scores, top, total, keys)
         if values:
@@ -75,7 +121,29 @@ def _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums):
 
 @shared
 def _apply_range(
-    q, k, v, starts, factor, basis, landmarks, table, rank, window, values, low, high, out, leverage, norm, lse
+    q,
+    k,
+    v,
+    starts,
+    factor,
+    basis,
+    landmarks,
+    table,
+    rank,
+    window,
+    near_out,
+    near_lse,
+    probes,
+    used,
+    bucket,
+    heavy,
+    values,
+    low,
+    high,
+    out,
+    leverage,
+    norm,
+    lse,
 ):
     """Some panels of one head; `leverage` and `norm` have lane_count entries for each of them, `lse` one per row."""
     element, width = table.dtype, lane_count(table)
@@ -96,8 +164,11 @@ def _apply_range(
         top[:], total[:], sums[:] = np.finfo(element).min / 2, 0, 0
         for x in range(count):
             pack_query(queries, x, q, row + x, factor)
+            if used:
+                begin_sums(near_out, near_lse, row + x, x, values, top, total, sums)
         if window >= 0:
-            _near_field(k, v, row, count, window, values, queries, key_tile, value_tile, scores, top, peak, total, sums)
+            band = row, count, window, bucket, heavy, probes, used, values
+            _near_field(k, v, *band, queries, key_tile, value_tile, scores, top, peak, total, sums)
         if basis.shape[0]:
             multiply_keys(projected, basis, queries, coordinates)
             _far_field(landmarks, table, rank, projected[:coordinates], scores, top, peak, total, sums)
@@ -137,6 +208,12 @@ def _apply_cpu(
     table,
     rank,
     window,
+    near_out,
+    near_lse,
+    probes,
+    used,
+    bucket,
+    heavy,
     values,
     low,
     high,
@@ -163,6 +240,12 @@ def _apply_cpu(
                 table[h],
                 rank[h],
                 window[h],
+                near_out[h],
+                near_lse[h],
+                probes[h],
+                used[h],
+                bucket[h],
+                heavy,
                 values,
                 low[key_head[h]],
                 high[key_head[h]],
@@ -198,6 +281,12 @@ def _apply_driver(element):
         table,
         rank,
         window,
+        near_out,
+        near_lse,
+        probes,
+        used,
+        bucket,
+        heavy,
         values,
         low,
         high,
@@ -216,6 +305,7 @@ def _apply_driver(element):
         buffers = cuda.shared.array((rows_of_buffers, columns_at_once), element, alignment=16)
         sums = cuda.shared.array((marks, threads), element)  # of the normaliser's column and of the leverage's
         factors = cuda.shared.array(threads, element)
+        rows = cuda.shared.array(threads, np.int32)
         acc = cuda.local.array(columns_at_once, element)
         product = cuda.local.array(block, element)
         piece = cuda.local.array(piece_size, element)
@@ -233,6 +323,15 @@ def _apply_driver(element):
         tile.fill(acc, zero)
         for c in range(marks):
             sums[c, t] = zero
+        some = used[h]
+        if some:
+            rows[t], factors[t] = row, near_lse[h, row]
+            top = larger(factors[t], top)
+            total = one if factors[t] == top else zero
+            barrier()
+            if values:
+                tile.load_rows(acc, near_out[h], rows, factors, lowest, column, t, a)
+            barrier()
         for j in range(first_near, stop, keys):
             fresh = j == first_near
             tile.score_tile(
@@ -240,7 +339,10 @@ def _apply_driver(element):
             )
             tile.hide_scores(scores, min(keys, stop - j), -infinity, t)
             for c in range(min(keys, stop - j)):
-                if not in_band(start + t, j + c, window[h]):
+                near = in_band(start + t, j + c, window[h])
+                if near and some:
+                    near = not covered(bucket[h, j + c, 0], heavy, probes[h, row], some)
+                if not near:
                     tile.store(scores, c, tile.score_place(c, t), -infinity)
             peak = tile.peak_of(scores, top, t)
             shrink = weight(top, peak)
@@ -342,17 +444,17 @@ def _panel_rows(problem, starts):
     return which
 
 
-def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds, out=None, lse=None):
+def apply(problem, heads, starts, landmarks, table, rank, window, basis, near, bounds, out=None, lse=None):
     """Low rank plus near field for the panels of PANEL queries that begin at `starts (heads, panels)`.
 
     Fills `out (all heads, N, E)` at `heads` if given; returns each row's leverage and |out_i|^2, both
     (heads, panels * PANEL), the leverage infinite where the normaliser is not positive. `window (heads,)` is -1 where a
-    head has no near field; a head of rank 0 is left out. Without `out`, `table` holds only the columns from the
-    normaliser's on. `lse (heads, N)`, if given, receives log2 of each row's normaliser, infinite if not positive.
+    head has no band of near keys, `near` is the queries' `content.Near`; a head of rank 0 is left out. Without `out`,
+    `table` holds only the columns from the normaliser's on. `lse (heads, N)`, if given, receives log2 of each row's
+    normaliser, infinite if not positive.
     """
     check_padding(landmarks, table, basis)
     device, element = problem.device, problem.element
-    lse = device.empty((len(heads), 0), element) if lse is None else lse
     values = 0 if out is None else out.shape[2]
     leverage, norm = (device.zeros((len(heads), starts.shape[1] * PANEL), element) for _ in range(2))
     if out is None:  # every head shares one empty output
@@ -360,14 +462,14 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
         low = high = device.empty((len(problem.k), 0), element)
     else:
         place, (low, high) = np.asarray(heads), bounds
-    place = device.upload(place)
+    place, lse = device.upload(place), device.empty((len(heads), 0), element) if lse is None else lse
     if device.name == "cpu":
         task = *problem.arrays(heads), place
         parts = (starts[:, :, None] + np.arange(0, PANEL, lanes(element))).reshape(len(starts), -1)
-        rest = landmarks, table, rank, window, values, low, high, out, leverage, norm, lse
+        rest = landmarks, table, rank, window, *near, values, low, high, out, leverage, norm, lse
         _apply_cpu(*task, parts, problem.factor, basis, *rest)
         return leverage, norm
-    model = landmarks, table, rank, window, basis
+    model = landmarks, table, rank, window, basis, near
     apply_on_gpu(problem, heads, place, starts, model, (low, high), values, out, leverage, lse)
     if values:
         panels = norm.shape[1] // PANEL, len(heads)
@@ -381,11 +483,11 @@ def apply_on_gpu(problem, heads, place, starts, model, bounds, values, out, leve
     Returns the projected queries (heads, coordinates, panels * PANEL), times the logits' factor.
     """
     device, element = problem.device, problem.element
-    landmarks, table, rank, window, basis = model
+    landmarks, table, rank, window, basis, near = model
     which = _panel_rows(problem, starts) if basis.shape[1] else starts
     columns = project_queries(problem, heads, which, basis, landmarks.shape[2])
     vectors = tile.vectors(problem.q, problem.k, problem.v) | tile.vectors(problem.q, landmarks, table, out) << 3
     grid = starts.shape[1], max(1, -(-values // tile.geometry(element).columns)), len(heads)
-    task = *problem.arrays(heads), place, starts, problem.factor, columns, landmarks, table, rank, window, values
-    device.run(None, _APPLY_CUDA[element.type], grid, *task, *bounds, vectors, out, leverage, lse)
+    task = *problem.arrays(heads), place, starts, problem.factor, columns, landmarks, table, rank, window, *near
+    device.run(None, _APPLY_CUDA[element.type], grid, *task, values, *bounds, vectors, out, leverage, lse)
     return columns

@@ -24,7 +24,7 @@ from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .adjoint_tiles import Pairs, add_adjoint, to_keys, to_queries, to_values
-from .apply import apply_on_gpu
+from .apply import apply_on_gpu, mask_covered
 from .kernels import tile
 from .kernels.panel import (
     add_outer,
@@ -58,7 +58,9 @@ def _kept(x, low, high):
 
 
 @shared
-def _score_panel(scores, key_tile, landmarks, queries, projected, row, low, keys, window, rank):
+def _score_panel(
+    scores, key_tile, landmarks, queries, projected, row, low, keys, window, rank, count, bucket, heavy, probes, used
+):
     """Scores of the band, then of the landmarks; minus infinity for what is neither. Returns where the second begin."""
     nothing, first = -scores.dtype.type(np.inf), padded(keys)
     multiply_keys(scores, key_tile, queries, keys)
@@ -66,15 +68,22 @@ def _score_panel(scores, key_tile, landmarks, queries, projected, row, low, keys
         for x in range(lane_count(scores)):
             near = j < keys and in_band(row + x, low + j, window)
             scores[j, x] = scores[j, x] if near else nothing
+    if used:
+        mask_covered(scores, row, count, low, keys, bucket, heavy, probes, used)
     multiply_keys(scores[first:], landmarks, projected, rank)
     return first
 
 
 @shared
-def _normalise(scores, first, rank, den, alive, top, total, own):
-    """Scores to p_ij, in place; 0 in the lanes that are not alive or have no positive normaliser; `own` is its log."""
+def _normalise(scores, first, rank, den, alive, beside, top, total, own):
+    """Scores to p_ij, in place; 0 in the lanes that are not alive or have no positive normaliser; `own` is its log.
+
+    `beside` is the lse of the content near field, which becomes its share.
+    """
     top[:] = np.finfo(scores.dtype).min / 2
-    total[:] = 0
+    for x in range(lane_count(scores)):
+        top[x] = larger(beside[x], top[x])
+        total[x] = 0
     for j in range(first + rank):
         for x in range(lane_count(scores)):
             top[x] = larger(scores[j, x], top[x])
@@ -84,9 +93,12 @@ def _normalise(scores, first, rank, den, alive, top, total, own):
             scores[j, x] = weight(scores[j, x], top[x])
             total[x] += scores[j, x] * share
     for x in range(lane_count(scores)):
+        beside[x] = weight(beside[x], top[x])
+        total[x] += beside[x]
         own[x] = log_sum(top[x], total[x]) if total[x] > 0 else scores.dtype.type(0)
         share = 1 / total[x] if total[x] > 0 and alive[x] else scores.dtype.type(0)
         total[x] = share if share < np.inf else scores.dtype.type(0)
+        beside[x] *= total[x]
     for j in range(first + rank):
         for x in range(lane_count(scores)):
             scores[j, x] *= total[x]
@@ -174,6 +186,12 @@ def _adjoint_range(
     den,
     rank,
     window,
+    near_out,
+    near_lse,
+    probes,
+    used,
+    bucket,
+    heavy,
     low,
     high,
     first_held,
@@ -184,6 +202,9 @@ def _adjoint_range(
     d_landmarks,
     d_table,
     d_den,
+    row_lse,
+    row_offset,
+    row_given,
 ):
     """The queries start .. stop of one head. `landmarks`, `table` and `basis` have columns in whole register blocks;
     `d_landmarks (panels, R padded, lanes)` and `d_table` are sums in panels. Returns the sum of |dq_i|^2.
@@ -205,7 +226,7 @@ def _adjoint_range(
     value_sums = np.empty((given_rows.shape[0], band, width), element)
     sums, reduced = np.empty((padded(dim), width), element), np.empty((coordinates, width), element)
     top, total, delta = np.empty(width, element), np.empty(width, element), np.empty(width, element)
-    own = np.empty(width, element)
+    own, beside = np.empty(width, element), np.empty(width, element)
     alive, square = np.empty(width, np.bool_), 0.0
     for row in range(start, stop, width):
         count, busy = min(width, stop - row), False
@@ -217,27 +238,39 @@ def _adjoint_range(
         for x in range(count):
             pack_query(queries, x, q, row + x, factor)
             pack_query(given, x, cotangent, row + x, element.type(1))
+        for x in range(width):
+            beside[x] = near_lse[row + x] if used and x < count else -np.inf
         first_key, keys = 0, 0
         if window >= 0:
             first_key = max(row - window, 0)
             keys = max(min(row + count + window, k.shape[0]) - first_key, 0)
             load_tile(key_tile, k, first_key, keys)
             load_tile(value_tile, v, first_key, keys)
+        where = row, first_key, keys, window, rank, count, bucket, heavy, probes, used
         if basis.shape[0]:
             multiply_keys(projected, basis, queries, basis.shape[0])
-            first = _score_panel(scores, key_tile, landmarks, queries, projected, row, first_key, keys, window, rank)
+            first = _score_panel(scores, key_tile, landmarks, queries, projected, *where)
             pack_rows(projected_rows, projected, basis.shape[0])
         else:
-            first = _score_panel(scores, key_tile, landmarks, queries, queries, row, first_key, keys, window, rank)
+            first = _score_panel(scores, key_tile, landmarks, queries, queries, *where)
             pack_rows(projected_rows, queries, dim)
-        _normalise(scores, first, rank, den, alive, top, total, own)
+        _normalise(scores, first, rank, den, alive, beside, top, total, own)
         outputs[:] = 0
         add_values(outputs, value_tile, scores, keys)
         add_values(outputs, table, scores[first:], rank)
+        for x in range(count if used else 0):
+            for e in range(values):
+                outputs[e, x] += beside[x] * near_out[row + x, e]
         if whole.shape[0]:
             _take_part(given, outputs, low, high, own, whole, along, row, count, scores, first + rank, delta)
         else:
             _drop_clipped(given, outputs, low, high, delta)
+        for x in range(count if used else 0):
+            good = alive[x] and total[x] > 0
+            row_lse[row + x] = (whole[row + x] if whole.shape[0] else own[x]) if good else np.inf
+            row_offset[row + x] = -delta[x]
+            for e in range(values):
+                row_given[row + x, e] = given[e, x]
         multiply_keys(products, value_tile, given, keys)
         multiply_keys(products[first:], table, given, rank)
         products[first + rank :] = 0
@@ -294,6 +327,12 @@ def _adjoint_cpu(
     den,
     rank,
     window,
+    near_out,
+    near_lse,
+    probes,
+    used,
+    bucket,
+    heavy,
     low,
     high,
     first_held,
@@ -305,6 +344,9 @@ def _adjoint_cpu(
     d_landmarks,
     d_table,
     d_den,
+    row_lse,
+    row_offset,
+    row_given,
 ):
     heads, ranges = d_den.shape[:2]
     turns = (ranges - phase + phases - 1) // phases
@@ -328,6 +370,12 @@ def _adjoint_cpu(
                 den[h],
                 rank[h],
                 window[h],
+                near_out[h],
+                near_lse[h],
+                probes[h],
+                used[h],
+                bucket[h],
+                heavy,
                 low[key_head[h]],
                 high[key_head[h]],
                 first_held,
@@ -338,6 +386,9 @@ def _adjoint_cpu(
                 d_landmarks[h, r],
                 d_table[h, r],
                 d_den[h, r],
+                row_lse[h],
+                row_offset[h],
+                row_given[h],
             )
 
 
@@ -441,13 +492,15 @@ def _gather_ranges_cuda(sums, first, out):
 def apply_adjoint(problem, heads, model, bounds, cotangent, slot, held, gradients, whole=None):
     """Add to `gradients` what the rows owe whose output is the fit's, and say what they owe to the fit.
 
-    `model` is (landmarks, table, rank, window, basis), as `apply` takes them; `cotangent (all heads, N, E)`;
+    `model` is (landmarks, table, rank, window, basis, near), as `apply` takes them; `cotangent (all heads, N, E)`;
     `slot (heads, N)` is 0 for these rows, else 1 + the row's place in a list of exact rows; `held` is the range of
     places whose rows were held out. `whole`, if the output is a part of another, is that one's lse and g . out, both
     (heads, N). No two of the heads may share queries or keys.
 
     Returns dS~ (heads, R padded, coordinates) and dZ (heads, R padded, E + 1) in float64, dq as the fit would have it
-    for the held-out rows (heads, places, D), and the sum of |dq_i|^2 over the fit's own rows in pieces (heads, ranges).
+    for the held-out rows (heads, places, D), the sum of |dq_i|^2 over the fit's own rows in pieces (heads, ranges), and
+    what `content_adjoint` is to know of these and of the held-out rows: lse, -D and g. What is near by content is left
+    to that.
     """
     run = _on_cpu if problem.device.name == "cpu" else _on_cuda
     if whole is None:
@@ -456,7 +509,7 @@ def apply_adjoint(problem, heads, model, bounds, cotangent, slot, held, gradient
 
 
 def _on_cpu(problem, heads, model, bounds, cotangent, slot, held, gradients, whole):
-    landmarks, table, rank, window, basis = model
+    landmarks, table, rank, window, basis, near = model
     element, (n, _, d, e) = problem.element, problem.shape
     guess = np.zeros((len(heads), held[1] - held[0], d), element)
     width, widest = lanes(element), max(int(window.max()), 0)
@@ -470,9 +523,12 @@ def _on_cpu(problem, heads, model, bounds, cotangent, slot, held, gradients, who
     place, den = np.asarray(heads), np.ascontiguousarray(table[:, :, e])
     read = *problem.arrays(heads), place, cotangent, slot, *whole, size
     tables = _whole_blocks(basis), _whole_blocks(landmarks), _whole_blocks(table[:, :, :e]), den
-    rest = problem.factor, *tables, rank, window, *bounds, held[0]
+    rest = problem.factor, *tables, rank, window, *near, *bounds, held[0]
+    rows_beside = n if near.out.shape[1] else 0
+    about = np.full((len(heads), rows_beside), np.inf, element), np.zeros((len(heads), rows_beside), element)
+    about = *about, np.zeros((len(heads), rows_beside, e), element)
     squares = np.zeros((len(heads), ranges))
-    written = *gradients, guess, squares, d_landmarks, d_table, d_den
+    written = *gradients, guess, squares, d_landmarks, d_table, d_den, *about
     phases = 2 if widest else 1
     for phase in range(phases):
         _adjoint_cpu(*read, phase, phases, *rest, *written)
@@ -480,7 +536,7 @@ def _on_cpu(problem, heads, model, bounds, cotangent, slot, held, gradients, who
     _gather_ranges_cpu(d_landmarks, 1 / LOG2_E, d_tiles)
     _gather_ranges_cpu(d_table, 1.0, d_values[:, :, :e])
     d_values[:, :, e] = d_den.sum(axis=1, dtype=np.float64)
-    return d_tiles, d_values, guess, squares
+    return d_tiles, d_values, guess, squares, about
 
 
 def _whole_blocks(x):
@@ -491,7 +547,7 @@ def _whole_blocks(x):
 
 
 def _on_cuda(problem, heads, model, bounds, given, slot, held, gradients, whole):
-    device, element, (landmarks, table, rank, window, basis) = problem.device, problem.element, model
+    device, element, (landmarks, table, rank, window, basis, beside) = problem.device, problem.element, model
     q, k, v, query_place, key_place = problem.arrays(heads)
     n, m, d, e = problem.shape
     count, rows, coordinates = landmarks.shape
@@ -508,7 +564,7 @@ def _on_cuda(problem, heads, model, bounds, given, slot, held, gradients, whole)
         device.run(None, _turn_cuda, rows_of_heads, columns, projected)
 
     all_keys = device.upload(np.full(count, m))
-    near = Pairs(q, cotangent, k, v, query_place, key_place, all_keys, lse, offset, none, window)
+    near = Pairs(q, cotangent, k, v, query_place, key_place, all_keys, lse, offset, none, window, beside=beside)
     far = Pairs(projected, cotangent, landmarks, values, place, own, rank, lse, offset, den, everything)
     d_queries, scale = device.zeros((1, count, n, d), element), problem.scale
     reduced = device.zeros((1, count, n, coordinates), element) if basis.shape[1] else d_queries
@@ -533,7 +589,7 @@ def _on_cuda(problem, heads, model, bounds, given, slot, held, gradients, whole)
     d_tiles, d_values = device.empty(landmarks.shape, np.float64), device.empty((count, rows, e + 1), np.float64)
     for sums, first, out in ((d_landmarks, 0, d_tiles), (d_table, 0, d_values), (d_den[..., None], e, d_values)):
         device.run(None, _gather_ranges_cuda, (rows, count), sums, first, out)
-    return d_tiles, d_values, guess, squares
+    return d_tiles, d_values, guess, squares, (lse, offset, cotangent)
 
 
 def _settle(problem, heads, model, bounds, given, slot, held, whole):

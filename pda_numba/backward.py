@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from . import landmarks
+from . import content, landmarks
 from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
 from .apply_adjoint import apply_adjoint
+from .content import gather_rows
+from .content_adjoint import add_held, content_adjoint, owed_by_targets, own_rows, settle_queries
 from .dense import multiply
 from .finish import landmarks_alone
 from .fit_adjoint import fit_adjoint, scatter_rows
@@ -183,15 +185,31 @@ def _exact(problem, part, given, gradients, measure):
 
 def _low_rank(problem, part, bounds, given, gradients, measure, whole):
     device, heads, fitted = problem.device, part.heads, part.weight.shape[1]
-    model = part.landmarks, part.table, part.found, part.window, part.basis
-    task = bounds, given, part.slot, part.held, gradients, whole
-    d_landmarks, d_table, *seen = apply_adjoint(problem, heads, model, *task)
+    keys, near = content.again(problem, heads, part)
+    model = part.landmarks, part.table, part.found, part.window, part.basis, near
+    apart = gradients
+    if keys is not None and measure:  # the queries' gradients in an account of their own
+        apart = gradients._replace(q=device.zeros(gradients.q.shape, problem.element))
+    task = bounds, given, part.slot, part.held, apart, whole
+    d_landmarks, d_table, *seen, about = apply_adjoint(problem, heads, model, *task)
+    sums = keys and _near_keys(problem, part, keys, near, about, apart, seen if measure else None)
+    if apart is not gradients:
+        seen[1] = settle_queries(device, apart.q, problem.query_heads(heads), gradients.q)
     which, out, lse = (device.columns(x, fitted) for x in (part.rows, part.out, part.lse))
-    target = targets(problem, heads, which, out, lse, part.window.reshape(-1, 1))
+    sampled = content.of_rows(device, near, which)
+    target = targets(problem, heads, which, out, lse, part.window.reshape(-1, 1), sampled)
     target = target.reshape(*which.shape, target.shape[3])
     fit = which, lse, target, part.weight, part.ridge, (part.landmarks, part.found, part.basis)
     d_target, d_lse, d_queries = fit_adjoint(problem, heads, *fit, d_landmarks, d_table)
-    near_adjoint(problem, heads, which, lse, part.window, d_target, d_lse, d_queries, gradients)
+    near_adjoint(problem, heads, which, lse, part.window, sampled, d_target, d_lse, d_queries, gradients)
+    if sums:
+        x, own = gather_rows(problem, problem.q, problem.query_heads(heads), which), _every(device, heads)
+        owed = owed_by_targets(problem, sampled, lse, d_target, d_lse)
+        d_near = device.zeros(x.shape, problem.element)
+        content_adjoint(problem, x, own, keys, sampled, lse, *owed, own, d_near, sums)
+        scatter_rows(device, problem.query_heads(heads), which, d_near, gradients.q)
+        for total, out in zip(sums, gradients[1:], strict=True):
+            scatter_rows(device, problem.key_heads(heads), part.order, total, out, distinct=True)
     scatter_rows(device, problem.query_heads(heads), which, d_queries, gradients.q)
     report = _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, seen if measure else None, whole)
     if part.lost.shape[1]:
@@ -201,6 +219,35 @@ def _low_rank(problem, part, bounds, given, gradients, measure, whole):
     sample = landmarks.assign(problem, heads, part.keys, part.found, landmarks.REFINE_FACTOR * part.keys.shape[1])[1:]
     landmarks_adjoint(problem, heads, d_landmarks, part.keys, part.found, sample, part.temperature, gradients)
     return report
+
+
+def _every(device, heads):
+    return device.upload(np.arange(len(heads)))
+
+
+def _near_keys(problem, part, keys, near, about, gradients, seen):
+    """What the queries owe to the keys that are near by content; returns the sums of these, in sorted order.
+
+    With `seen` also what the held-out rows would owe, had they the fit's output.
+    """
+    device, heads, (lse, offset, cotangent) = problem.device, part.heads, about
+    x, place = content.plain(problem, problem.q, problem.query_heads(heads))
+    shape = len(heads), part.order.shape[1]
+    sums = tuple(device.zeros((*shape, columns), problem.element) for columns in problem.shape[2:])
+    own = own_rows(device, lse, part.slot), offset, cotangent
+    content_adjoint(problem, x, place, keys, near, *own, problem.query_heads(heads), gradients.q, sums)
+    if seen is not None:
+        listed, each = part.rows, _every(device, heads)
+        of_all = [x.reshape(*x.shape[:2], -1) for x in (lse, offset, cotangent)]
+        lse, offset, cotangent = (gather_rows(problem, x, each, listed) for x in of_all)
+        lse, offset = (x.reshape(x.shape[:2]) for x in (lse, offset))
+        nowhere = tuple(device.zeros(x.shape, problem.element) for x in sums)
+        x = gather_rows(problem, problem.q, problem.query_heads(heads), listed)
+        dq = device.zeros(x.shape, problem.element)
+        task = x, each, keys, content.of_rows(device, near, listed), lse, offset, cotangent
+        content_adjoint(problem, *task, each, dq, nowhere)
+        add_held(device, dq, part.held[0], seen[0])
+    return sums
 
 
 def _exact_rows(problem, part, given, d_target, d_lse, d_queries, gradients, seen, whole):

@@ -19,6 +19,8 @@ from .info import AccuracyWarning, AttentionInfo, Clock
 from .mask import check as check_mask
 from .masked import masked_attention
 from .masked_adjoint import masked_residuals
+from .options import Options
+from .options import options as check_options
 from .problem import Problem
 from .rectangles import LEAF
 from .results import COLUMNS, ERROR, HELD_OUT_ROWS, LIMIT, ROW_ERROR, ROW_SHARE, SIZE, HeadResult
@@ -35,7 +37,7 @@ class Call:
     problem: Problem
     lead: tuple  # leading axes of the output
     dtype: Any
-    options: _validate.Options
+    options: Options
     chosen: tuple  # method, ranks, reason
     device: str  # the caller's wish
     where: tuple  # device, reason
@@ -52,7 +54,7 @@ def check_call(q, k, v, given, masks, scale, seed, device, out, check_finite, pr
     """Every check of `attention`, in its order; `given` are the options that go to the plan, `masks` those of masks."""
     problem, lead, dtype = _validate.build_problem(q, k, v, scale, seed, accept=_validate.any_array)
     n, m, d, e = problem.shape
-    options = _validate.options(*given, n=n, m=m, d=d)
+    options = check_options(*given, n=n, m=m, d=d)
     for name, value in (("check_finite", check_finite), ("progress", progress), ("return_info", return_info)):
         _validate.flag(name, value)
     shape = (*lead, n, e)
@@ -69,10 +71,10 @@ def check_call(q, k, v, given, masks, scale, seed, device, out, check_finite, pr
 def _check_with_mask(options):
     if not options.calibrate:
         raise ValueError("calibrate must be True under a mask or with exact_rows, got False")
-    if options.window:
+    if 0 not in options.near.windows:
         raise ValueError(
-            f"window must be 'auto' or 0 under a mask or with exact_rows, got {options.window}: there the last "
-            f"keys that a query sees are exact, up to {LEAF} or more"
+            f"window must be 'auto' or 0, and near not ask for one, under a mask or with exact_rows, got a window of "
+            f"{options.near.windows[0]}: there the last keys that a query sees are exact, up to {LEAF} or more"
         )
 
 
@@ -255,7 +257,8 @@ def _exact_heads(problem, heads, results, ranges, buffer, clock, keep):
         sizes = np.sqrt(certify.sum_squares(problem, heads, buffer)) if ranges else np.zeros(len(heads))
     for head, size in zip(heads, sizes, strict=True):
         result = results[head]
-        result.rank = result.effective_rank = result.window = result.flagged_rows = result.fallback_rows = 0
+        result.rank = result.effective_rank = result.window = result.probes = 0
+        result.flagged_rows = result.fallback_rows = 0
         result.rows, result.row_share = n, 1.0
         if ranges:
             result.error = result.error_limit = result.row_error = ranges.rounding(head, n, size)

@@ -23,7 +23,7 @@ from .kernels.team import member, members, part, sum_before, team_max, team_sum
 from .merge import keep_leverage, place_lse
 from .problem import Problem
 from .reach import reach
-from .results import COLUMNS, FALLBACK_ROWS, FLAGGED_ROWS, LEAVE_ONE_OUT, RANK, SLOPE, WINDOW
+from .results import COLUMNS, FALLBACK_ROWS, FLAGGED_ROWS, LEAVE_ONE_OUT, PROBES, RANK, SLOPE, WINDOW
 from .rows import rows
 
 # A row is flagged if its leverage exceeds this multiple of any fitted row's when left out, and this value; or if its
@@ -36,7 +36,7 @@ _INFINITE = 0x7FF0000000000000  # the bits of infinity in float64
 
 
 @shared
-def _gate(h, loo, slope, found, window, hope, rank, edges, report):
+def _gate(h, loo, slope, found, window, probes, hope, rank, edges, report):
     """Whether a head is worth finishing: its rank then, else 0. What the fit found goes to the report."""
     worth = loo[h] <= hope or hope == np.inf
     rank[h] = found[h] if worth else 0
@@ -47,6 +47,7 @@ def _gate(h, loo, slope, found, window, hope, rank, edges, report):
         found[h],
         window[h],
     )
+    report[h, PROBES] = probes[h]
 
 
 @shared
@@ -138,9 +139,9 @@ def _repeat_keys(h, keys, found, repeated):
 
 
 @serial_kernel
-def _gate_cpu(loo, slope, found, window, hope, rank, edges, report):
+def _gate_cpu(loo, slope, found, window, probes, hope, rank, edges, report):
     for h in range(rank.shape[0]):
-        _gate(h, loo, slope, found, window, hope, rank, edges, report)
+        _gate(h, loo, slope, found, window, probes, hope, rank, edges, report)
 
 
 @serial_kernel
@@ -171,10 +172,10 @@ def _repeat_keys_cpu(keys, found, repeated):
 
 
 @cuda_kernel(128)
-def _gate_cuda(loo, slope, found, window, hope, rank, edges, report):
+def _gate_cuda(loo, slope, found, window, probes, hope, rank, edges, report):
     h = cuda.grid(1)
     if h < rank.shape[0]:
-        _gate(h, loo, slope, found, window, hope, rank, edges, report)
+        _gate(h, loo, slope, found, window, probes, hope, rank, edges, report)
 
 
 @cuda_kernel(64)
@@ -272,13 +273,13 @@ def finish(problem, heads, solved, rank, hope, ranges, out, clock, beside=None, 
     device, n = problem.device, problem.shape[0]
     report = device.zeros((len(heads), COLUMNS), np.float64)
     worth, edges = device.empty(len(heads), np.int64), device.empty(len(heads), np.int64)
-    facts = solved.loo, solved.slope, solved.found, solved.window, float(hope)
+    facts = solved.loo, solved.slope, solved.found, solved.window, solved.near.count, float(hope)
     device.run(_gate_cpu, _gate_cuda, (-(-len(heads) // 128),), *facts, worth, edges, report)
     if _surely_none(problem, worth):
         return report, None
     with clock.stage("apply"):
         starts = device.repeat(device.upload(np.arange(0, n, plan.PANEL)[None]), len(heads))
-        model = solved.tiles, solved.table, worth, solved.window, solved.basis
+        model = solved.tiles, solved.table, worth, solved.window, solved.basis, solved.near
         lse = None if beside is None else beside.lse
         leverage, norm = apply(problem, heads, starts, *model, (ranges.low, ranges.high), out, lse)
     step = _Pass(problem, heads, worth, out, norm, device.zeros((len(heads), n), np.int32), report, beside)

@@ -53,6 +53,7 @@ def attention_forward(
     projection="pca",
     calibrate=True,
     window="auto",
+    near="auto",
     causal=False,
     query_lengths=None,
     key_lengths=None,
@@ -69,7 +70,7 @@ def attention_forward(
 
     Parameters
     ----------
-    q, k, v, rank, tol, proj_dim, projection, calibrate, window, scale, method, device, seed, check_finite
+    q, k, v, rank, tol, proj_dim, projection, calibrate, window, near, scale, method, device, seed, check_finite
         As for `attention`.
     causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows
         As for `attention`.
@@ -101,7 +102,7 @@ def attention_forward(
     >>> bool(abs(dv.sum() - out.size) < 1e-9)  # the weights of every output sum to one
     True
     """
-    given = rank, tol, window, proj_dim, method, projection, calibrate
+    given = rank, tol, window, near, proj_dim, method, projection, calibrate
     masks = causal, query_lengths, key_lengths, key_mask, cu_seqlens, exact_rows
     call = check_call(q, k, v, given, masks, scale, seed, device, None, check_finite)
     parts: list = []

@@ -66,6 +66,9 @@ class AttentionInfo:
         Rows that were computed exactly, and are exact in the output.
     window : ndarray of int
         Half width of the near field, 0 for none.
+    probes : ndarray of int
+        Buckets of similar keys that every query attends to exactly, beside the heaviest keys; 0 for none. Under a mask
+        window and probes are the largest of the rectangles'.
     error, error_limit, row_error, row_share : ndarray of float
         The certificate, as in `ErrorEstimate`. For exact heads the error is that of rounding.
     leave_one_out : ndarray of float
@@ -97,6 +100,7 @@ class AttentionInfo:
     effective_rank: np.ndarray
     rows: np.ndarray
     window: np.ndarray
+    probes: np.ndarray
     error: np.ndarray
     error_limit: np.ndarray
     row_error: np.ndarray
@@ -115,6 +119,12 @@ class AttentionInfo:
     workspace_bytes: int
     seconds: dict = field(repr=False)
 
+    @property
+    def near(self):
+        """Each head's near field: "none", "window", "content" or "both"."""
+        words = np.array(["none", "window", "content", "both"])
+        return words[(self.window > 0) + 2 * (self.probes > 0)]
+
     def __str__(self):
         table = _table(
             self.method.shape,
@@ -122,6 +132,7 @@ class AttentionInfo:
                 ("method", self.method, "s"),
                 ("rank", self.rank, "d"),
                 ("window", self.window, "d"),
+                ("probes", self.probes, "d"),
                 ("rows", self.rows, "d"),
                 ("error", self.error, ".2e"),
                 ("95 % limit", self.error_limit, ".2e"),

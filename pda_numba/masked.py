@@ -124,7 +124,8 @@ def _rectangles(whole, shape, members, low, keep):
     """Rectangles of one shape, some at a time, merged; returns [(shape, members, which are low rank, kept parts)]."""
     d, e = whole.problem.shape[2:]
     element = whole.problem.element.itemsize
-    own = whole.options if shape[3] else dataclasses.replace(whole.options, window=0)
+    near = whole.options.near
+    own = whole.options if shape[3] else dataclasses.replace(whole.options, near=near.without_windows())
     n, m = shape[0] * shape[2], shape[1]  # of a group's queries together
     ranks = plan.decide(n, m, d, e, own)[1] if low else ()
     memory = n * (e + 2) * element + (plan.head_workspace(n, m, d, e, ranks[-1], element) if ranks else 0)
@@ -184,7 +185,7 @@ def _add(total, part, group):
         total.rank = max(total.rank, part.rank)
         total.effective_rank = max(total.effective_rank, part.effective_rank)
         total.leave_one_out = float(np.fmax(total.leave_one_out, part.leave_one_out))
-        total.window = max(total.window, part.window)
+        total.window, total.probes = max(total.window, part.window), max(total.probes, part.probes)
         total.rectangles += 1
     total.flagged_rows += part.flagged_rows
     total.fallback_rows += part.fallback_rows
@@ -241,7 +242,7 @@ def _certify(whole, ranges, judge):
     sizes = np.sqrt(certify.sum_squares(problem, heads[exact], whole.out)) if ranges and len(exact) else ()
     for p, size in zip(exact, sizes, strict=False):
         r = results[p]
-        r.rank = r.effective_rank = r.window = r.flagged_rows = r.fallback_rows = r.rectangles = 0
+        r.rank = r.effective_rank = r.window = r.probes = r.flagged_rows = r.fallback_rows = r.rectangles = 0
         r.row_share = 1.0
         r.error = r.error_limit = r.row_error = ranges.rounding(heads[p], problem.shape[0], size)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from . import _validate, landmarks
+from . import landmarks
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .info import Clock
 from .kernels.panel import TILE
@@ -21,6 +21,7 @@ from .kernels.score import place_query
 from .kernels.team import barrier, member, members
 from .leave_one_out import LEFT_ALONE
 from .near import add_keys
+from .options import options
 from .products import features
 from .results import HeadResult
 from .solve import solve, uniform_part
@@ -98,12 +99,12 @@ def compress(problem, heads, rank, heavy_keys, seen=None):
     sample = uniform_part(problem, heads, seen, rank, results, clock)
     heavy = _heaviest(problem, heads, sample, heavy_keys)
 
-    def far(problem, heads, which, exact, lse, windows):
+    def far(problem, heads, which, exact, lse, windows, near):
         return _targets(problem, heads, which, exact, lse, heavy)
 
     n, m, dim, _ = problem.shape
-    options = _validate.options(rank, None, 0, None, "pda", n=n, m=m, d=dim)
-    solved = solve(problem, heads, sample, options, rank, results, clock, slope=False, far=far)
+    chosen = options(rank, None, 0, "auto", None, "pda", n=n, m=m, d=dim)
+    solved = solve(problem, heads, sample, chosen, rank, results, clock, slope=False, far=far)
     fitted = device.download(solved.row_leverage)
     largest = np.where(fitted < LEFT_ALONE, fitted, 0).max(axis=1)
     tiles, table, found = (device.download(x) for x in (solved.tiles, solved.table, solved.found))

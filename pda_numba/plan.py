@@ -12,6 +12,7 @@ import numpy as np
 from . import _validate
 from .core import LEVERAGE_COLUMNS
 from .kernels.panel import TILE
+from .options import options as check_options
 
 DEFAULT_RANK = 128  # with neither rank nor tol
 RANKS = (64, 128, 256, 512)  # what the tol loop tries
@@ -20,10 +21,12 @@ UNIFORM_AUDIT, WEIGHTED_AUDIT = 128, 64  # rows of a certificate
 CANDIDATES = 8192  # queries among which the leverage rows are drawn
 PANEL = 64  # queries that are drawn as candidates together: one panel of the apply pass, on every device
 GROUP_BYTES = 48 * 2**20  # heads that are computed together share this much workspace
-WINDOWS = (0, 32, 128)  # what window="auto" chooses from
 
 # Pivoting and the fits of a head take as long as this many operations of the exact kernel: fixed + cubic R^3.
 _SERIAL_FIXED, _SERIAL_CUBIC = 1.5e9, 1250.0
+# Of a level's centres a key or a query looks at so many; the keys of a bucket take this much longer than others, for
+# every bucket has few queries.
+_CENTRES, _CONTENT_TIME = 128, 2.0
 # The loop starts a rank only if it costs at most this share of exact attention: an attempt that fails is cheap.
 _ATTEMPT = 0.3
 
@@ -85,6 +88,15 @@ def apply_flops(n, d, e, rank, window):
     return 2.0 * n * rank * (d + e + 1 + LEVERAGE_COLUMNS) + near
 
 
+def content_flops(n, m, d, e, probes, near):
+    """The near field by content: buckets, probes, and the keys near to every query, at what they take of time."""
+    if not probes:
+        return 0.0
+    levels = max(1.0, math.log2(max(m // near.size, 2)) / 6)
+    search = 2.0 * (3 * m + n) * levels * _CENTRES * d
+    return search + 2.0 * n * _CONTENT_TIME * (near.heavy + probes * near.size) * (d + e)
+
+
 def serial_flops(rank):
     return _SERIAL_FIXED + _SERIAL_CUBIC * rank**3
 
@@ -139,7 +151,17 @@ def exact_workspace(d, e):
 
 
 def plan(
-    q_shape, k_shape, v_shape, dtype="float32", *, rank=None, tol=1e-2, window="auto", proj_dim=None, method="auto"
+    q_shape,
+    k_shape,
+    v_shape,
+    dtype="float32",
+    *,
+    rank=None,
+    tol=1e-2,
+    window="auto",
+    near="auto",
+    proj_dim=None,
+    method="auto",
 ):
     """What `attention` would do for arrays of these shapes, without running it.
 
@@ -149,7 +171,7 @@ def plan(
         Shapes `(..., Hq, N, D)`, `(..., Hkv, M, D)`, `(..., Hkv, M, E)`.
     dtype : str or numpy.dtype
         Dtype of the arrays.
-    rank, tol, window, proj_dim, method
+    rank, tol, window, near, proj_dim, method
         As in `attention`.
 
     Returns
@@ -164,12 +186,12 @@ def plan(
     q_shape, k_shape, v_shape = (tuple(map(int, s)) for s in (q_shape, k_shape, v_shape))
     lead = _validate.shapes(q_shape, k_shape, v_shape)
     n, d, m, e = q_shape[-2], q_shape[-1], k_shape[-2], v_shape[-1]
-    options = _validate.options(rank, tol, window, proj_dim, method, n=n, m=m, d=d)
+    options = check_options(rank, tol, window, near, proj_dim, method, n=n, m=m, d=d)
     heads = math.prod(lead)
     choice, ranks, reason = decide(n, m, d, e, options)
     first = ranks[0] if ranks else 0
     itemsize = 8 if np.dtype(dtype) == np.float64 else 4
-    width = max(WINDOWS) if window == "auto" else options.window
+    width = options.near.windows[-1]
     return Plan(
         method=choice,
         rank=first,

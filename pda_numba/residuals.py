@@ -15,7 +15,7 @@ import numpy as np
 from ._jit import cuda, cuda_kernel, serial_kernel, shared
 from .finish import ExactRows
 from .kernels.team import barrier, member, members
-from .results import FALLBACK_ROWS, FLAGGED_ROWS, HELD_OUT_ROWS
+from .results import FALLBACK_ROWS, FLAGGED_ROWS, HELD_OUT_ROWS, PROBES
 
 LOST = -1  # in `slot`
 
@@ -81,12 +81,13 @@ def _number_cuda(drawn_pi, fitted, flagged, flags, held, helds, lost, losses, ro
 
 @dataclass(frozen=True)
 class _Part:
-    """Some heads: arrays with one entry per head in every field but `heads` and `held`."""
+    """Some heads: arrays with one entry per head in every field but `heads` and those that are no arrays."""
 
     heads: np.ndarray
 
     def arrays(self):
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("heads", "held")}
+        names = (f.name for f in dataclasses.fields(self) if f.name not in ("heads", "held", "widest"))
+        return {name: getattr(self, name) for name in names}
 
     def over(self, change):
         """With `change` made to every array."""
@@ -132,6 +133,12 @@ class LowRank(_Part):
     window: Any
     basis: Any  # of the projection (heads, 0, D) without
     projection: Any  # P_K by columns, (heads, m, D)
+    probes: Any  # of every query (heads, N, most), by content; (heads, 1, 1) without
+    counts: Any  # how many of them count
+    bucket: Any  # of every key (heads, M, 1)
+    order: Any  # the keys by bucket (heads, M)
+    start: Any  # where each bucket begins (heads, buckets + 1)
+    widest: int  # keys of a bucket at most
 
 
 def keep_low_rank(problem, heads, kept, solved, finished, report):
@@ -161,8 +168,20 @@ def keep_low_rank(problem, heads, kept, solved, finished, report):
         *(solved.weight, solved.ridge),
         *(solved.keys, solved.found, solved.temperature, solved.tiles, table),
         *(solved.window, solved.basis, solved.projection),
+        *_kept_content(device, solved, int(counts[:, PROBES].max())),
     )
     return part.of(device, np.flatnonzero(kept))
+
+
+def _kept_content(device, solved, most):
+    """The near field by content, with no more probes than some head uses."""
+    near, (heads,) = solved.near, solved.window.shape
+    if not most:
+        none = device.empty((heads, 1, 1), np.int32), device.zeros(heads, np.int64)
+        return *none, device.empty((heads, 0, 1), np.int32), *(device.empty((heads, 0), np.int64) for _ in range(2)), 0
+    n, buckets = near.probes.shape[1], solved.by_bucket.keys.buckets
+    probes = device.columns(near.probes.reshape(heads * n, -1), most).reshape(heads, n, most)
+    return probes, near.count, buckets.bucket, buckets.keys, buckets.start, buckets.widest
 
 
 def _cut(device, listed, most):

@@ -20,8 +20,9 @@ from . import plan
     SIZE,  # |out|, to which rounding is relative
     EXACT_ROWS,  # before the held-out rows were replaced
     HELD_OUT_ROWS,
-) = range(13)
-COLUMNS = 13
+    PROBES,
+) = range(14)
+COLUMNS = 14
 
 
 @dataclass
@@ -34,6 +35,7 @@ class HeadResult:
     effective_rank: int = 0
     rows: int = 0
     window: int = 0
+    probes: int = 0
     error: float = 0.0
     error_limit: float = 0.0
     row_error: float = 0.0
@@ -57,6 +59,7 @@ def note(problem, result, row, rank, rounding):
     """One head's row of the report into its result; `rounding` is the relative error that rounding alone may cause."""
     n, m, d, e = problem.shape
     result.rank, result.effective_rank, result.window = rank, int(row[RANK]), max(int(row[WINDOW]), 0)
+    result.probes = int(row[PROBES])
     result.error, result.row_error, result.row_share = (float(row[c]) for c in (ERROR, ROW_ERROR, ROW_SHARE))
     result.error_limit = math.hypot(row[LIMIT], rounding)
     flagged, fallback, held_out = (int(row[c]) for c in (FLAGGED_ROWS, FALLBACK_ROWS, HELD_OUT_ROWS))

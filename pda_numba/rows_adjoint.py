@@ -164,6 +164,7 @@ def _adjoint_cpu(
     first,
     start,
     stop,
+    keys,
     split,
     factor,
     lse,
@@ -185,7 +186,7 @@ def _adjoint_cpu(
             first,
             count,
             start + s * split,
-            min(stop, start + (s + 1) * split),
+            min(stop, keys[h], start + (s + 1) * split),
             factor,
             spans[pattern[h]],
             lse[h],
@@ -232,20 +233,21 @@ def _copy_spans_cuda(spans, pattern, which, out):
 # --- stage ---
 
 
-def rows_adjoint(problem, heads, lse, offset, cotangent, gradients, which=None, *, keep=False):
+def rows_adjoint(problem, heads, lse, offset, cotangent, gradients, which=None, *, keep=False, keys=None):
     """Add to `gradients` what the exact rows `which (heads, n)`, or all rows, owe to queries, keys and values.
 
     `lse`, `offset` = c_i (heads, n) and `cotangent` = do_i (heads, n, E) describe the rows; an lse of infinity marks a
-    row that counts for nothing. No two of the heads may share queries or keys, and no row may count twice. Returns dq
-    of the rows (heads, n, D) if asked to `keep` it.
+    row that counts for nothing. Of the keys the first `keys (heads,)` count, all by default. No two of the heads may
+    share queries or keys, and no row may count twice. Returns dq of the rows (heads, n, D) if asked to `keep` it.
     """
     device = problem.device
     which = device.empty((len(heads), 0), np.int64) if which is None else which
+    keys = device.upload(np.full(len(heads), problem.shape[1])) if keys is None else keys
     run = _on_cpu if device.name == "cpu" else _on_cuda
-    return run(problem, heads, which, (lse, offset, cotangent), gradients, keep)
+    return run(problem, heads, which, keys, (lse, offset, cotangent), gradients, keep)
 
 
-def _on_cpu(problem, heads, which, about, gradients, keep):
+def _on_cpu(problem, heads, which, keys, about, gradients, keep):
     device, element, lse = problem.device, problem.element, about[0]
     d, kept = problem.shape[2], []
     for first in range(0, lse.shape[1], _CHUNK):
@@ -253,7 +255,7 @@ def _on_cpu(problem, heads, which, about, gradients, keep):
         start, stop = _seen_by(problem, heads, which, first, count)
         splits, split = _splits(problem, len(heads), max(stop - start, 1))
         partial = device.empty((splits, len(heads), count, d), element)
-        listed = *problem.seen(heads), which, first, start, stop, split, problem.factor, *about
+        listed = *problem.seen(heads), which, first, start, stop, keys, split, problem.factor, *about
         _adjoint_cpu(*problem.arrays(heads), *listed, partial, gradients.k, gradients.v)
         _gather_splits_cpu(problem.query_heads(heads), which, first, lse, partial, gradients.q)
         if keep:
@@ -286,7 +288,7 @@ def _seen_pairs(problem, heads, which):
     return own, device.upload(np.arange(len(heads))), device.empty((1, 0, 2), np.int32)
 
 
-def _on_cuda(problem, heads, which, about, gradients, keep):
+def _on_cuda(problem, heads, which, keys, about, gradients, keep):
     device, element, (lse, offset, cotangent) = problem.device, problem.element, about
     q, k, v, query_place, key_place = problem.arrays(heads)
     _, m, d, _ = problem.shape
@@ -295,7 +297,7 @@ def _on_cuda(problem, heads, which, about, gradients, keep):
     if which.shape[1]:
         q, place = device.empty((len(heads), n, d), problem.q.dtype), own
         device.run(None, _copy_rows_cuda, (n, len(heads)), problem.q, query_place, which, q)
-    everything = device.upload(np.full(len(heads), m)), lse, offset, device.empty((len(heads), 0), element)
+    everything = keys, lse, offset, device.empty((len(heads), 0), element)
     seen = None if problem.spans is None else _seen_pairs(problem, heads, which)
     pairs = Pairs(q, cotangent, k, v, place, key_place, *everything, device.empty(0, np.int64), seen)
     factor, scale = problem.factor, problem.scale

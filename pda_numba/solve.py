@@ -1,9 +1,13 @@
-"""The fit at one rank: uniform rows, landmarks, temperature and window, leverage rows, the final fit.
+"""The fit at one rank: uniform rows, landmarks, temperature and near field, leverage rows, the final fit.
 
 Landmarks are moved towards the mean of the keys, S = mean + c (C - mean). The temperature c flattens the features
 exp(s q . S): what is left of attention without the near field is smooth, and flat features span it far better than
-those of the keys themselves. c and the window are chosen together, by the leave-one-out error of a trial fit on the
-uniform rows with the leading landmarks. The same trial fit gives the leverage by which the other rows are drawn.
+those of the keys themselves. c and the near field are chosen together, by the leave-one-out error of a trial fit on the
+uniform rows with the leading landmarks, times what the near field makes a head cost. The same trial fit gives the
+leverage by which the other rows are drawn.
+
+A near field by content is tried where single keys matter: where the mean over the uniform rows of their largest weight
+says that as many keys as its smallest choice holds may have a part in the output.
 """
 
 import math
@@ -12,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import draw, landmarks, plan
+from . import content, draw, landmarks, plan
 from ._jit import cuda, cuda_kernel, serial_kernel, shared
 from .apply import apply
 from .core import LEVERAGE_COLUMNS, fit
 from .kernels.simd import padded
-from .kernels.team import member, members
+from .kernels.team import member, members, team_sum
 from .near import targets
 from .products import features
 from .project import head_bases
@@ -36,7 +40,9 @@ TRIAL_RANK = 64  # leading landmarks of the trial fits
 _WIDER = (
     1.1  # a wider window must lower the error by this factor: it costs time, and more landmarks help without it too
 )
+_PEAKED = 0.25  # least product of the mean largest weight with the keys of a small content near field that is tried
 _LEAST_ERROR = 1e-300
+LEAST_BUCKETS = 16  # with fewer buckets of keys there is no near field by content
 
 # --- bodies ---
 
@@ -49,21 +55,33 @@ def _halve(h, found, trial_rank, half):
 
 
 @shared
-def _choose_trial(h, loo, windows, tile, table, window, temperature):
-    """The best of one head's trial fits: its place among all temperatures and all fits, its window and temperature.
+def _choose_trial(h, loo, fields, costs, tile, table, window, probes, temperature):
+    """The best of one head's trial fits: its place among all temperatures and all fits, near field and temperature.
 
-    `loo (heads * temperatures, windows)`.
+    `loo (heads * temperatures, fields)`; `fields (fields, 2)` are windows and numbers of probes.
     """
     best = np.inf
     for t in range(len(TEMPERATURES)):
-        place, wider = h * len(TEMPERATURES) + t, 1.0
-        for w in range(windows.shape[1]):
-            judged = loo[place, w] * wider
-            if judged < best or t + w == 0:
+        place = h * len(TEMPERATURES) + t
+        for f in range(fields.shape[0]):
+            judged = loo[place, f] * costs[f]
+            if judged < best or t + f == 0:
                 best = judged
-                tile[h], table[h], window[h] = place, place * windows.shape[1] + w, windows[h, w]
+                tile[h], table[h] = place, place * fields.shape[0] + f
+                window[h], probes[h] = fields[f, 0], fields[f, 1]
                 temperature[h] = TEMPERATURES[t]
-            wider *= _WIDER
+
+
+@shared
+def _peak(columns, size):
+    """The mean over the rows of the largest weight of a key in the pool, which holds each row's heaviest. By a team."""
+    own = 0.0
+    for i in range(member(), columns.shape[1], members()):
+        largest = columns.dtype.type(0)
+        for c in range(size):
+            largest = max(largest, columns[c, i])
+        own += np.float64(largest)
+    return team_sum(own) / columns.shape[1]
 
 
 @shared
@@ -89,9 +107,15 @@ def _halve_cpu(found, trial_rank, half):
 
 
 @serial_kernel
-def _choose_trial_cpu(loo, windows, tile, table, window, temperature):
+def _choose_trial_cpu(loo, fields, costs, tile, table, window, probes, temperature):
     for h in range(len(window)):
-        _choose_trial(h, loo, windows, tile, table, window, temperature)
+        _choose_trial(h, loo, fields, costs, tile, table, window, probes, temperature)
+
+
+@serial_kernel
+def _peak_cpu(columns, size, peak):
+    for h in range(len(peak)):
+        peak[h] = _peak(columns[h], size[h])
 
 
 @serial_kernel
@@ -116,9 +140,15 @@ def _halve_cuda(found, trial_rank, half):
 
 
 @cuda_kernel(32)
-def _choose_trial_cuda(loo, windows, tile, table, window, temperature):
+def _choose_trial_cuda(loo, fields, costs, tile, table, window, probes, temperature):
     for h in range(cuda.grid(1), len(window), cuda.gridsize(1)):
-        _choose_trial(h, loo, windows, tile, table, window, temperature)
+        _choose_trial(h, loo, fields, costs, tile, table, window, probes, temperature)
+
+
+@cuda_kernel(128)
+def _peak_cuda(columns, size, peak):
+    h = cuda.blockIdx.x
+    peak[h] = _peak(columns[h], size[h])
 
 
 @cuda_kernel(32)
@@ -148,6 +178,8 @@ class Solved:
     tiles: Any  # landmarks as the panel bodies read them
     table: Any
     window: Any  # -1 for none
+    near: Any  # `content.Near` of all queries
+    by_bucket: Any  # `content.Sorted` and the queries' probes, where a near field by content was tried; else None
     temperature: Any
     weight: Any  # of the sample's rows
     ridge: Any  # relative to the largest squared singular value
@@ -165,6 +197,7 @@ class _Trial(NamedTuple):
     row_leverage: Any
     tiles: Any  # all landmarks at its temperature
     window: Any
+    probes: Any  # how many; 0 is no near field by content
     temperature: Any
 
 
@@ -184,17 +217,27 @@ def uniform_part(problem, heads, sample, rank, results, clock):
     return Sample(new, out, lse, masses, pi, rows0, out0, lse0, pi0, device)
 
 
-def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=targets):
-    """Everything between the uniform rows and the output, at one rank; `far` says what the fit is to match."""
+def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=targets, by_bucket=None):
+    """Everything between the uniform rows and the output, at one rank; `far` says what the fit is to match.
+
+    `by_bucket` is what an earlier rank knew of the keys.
+    """
     device, count = problem.device, len(heads)
     basis, project_landmarks = device.empty((count, 0, problem.shape[2]), problem.element), None
     projection = device.empty(basis.shape, np.float64)
     if options.proj_dim is not None and options.calibrate:
         with clock.stage("project"):
             basis, projection, project_landmarks = head_bases(problem, heads, options.proj_dim, options.projection)
-    windows = _windows(problem, options)
+    fields = options.near.pairs()
     with clock.stage("landmarks"):
-        keys, found = _choose_landmarks(problem, heads, sample, rank, int(windows.max()))
+        pool = _draw_pool(problem, heads, sample, rank, max(w or -1 for w, _ in fields))
+    if by_bucket is None and _may_pay(problem, options.near, pool):
+        with clock.stage("buckets"):
+            by_bucket = content.by_bucket(problem, heads, pool, options.near)
+    if by_bucket is None:
+        fields = [(w, p) for w, p in fields if not p] or [(w, 0) for w in options.near.windows]
+    with clock.stage("landmarks"):
+        keys, found = landmarks.choose(problem, heads, *pool, rank)
         centres, mean = landmarks.refine(problem, heads, keys, found, landmarks.REFINE_FACTOR * rank)
         tiles = landmarks.shrink(problem, heads, centres, mean, TEMPERATURES)
         if project_landmarks is not None:
@@ -202,11 +245,14 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
     with clock.stage("fit"):
         trial_rank, half_rank = (device.empty((count,), np.int64) for _ in range(2))
         device.run(_halve_cpu, _halve_cuda, (1,), found, trial_rank, half_rank)
-        trial = _trial(problem, heads, sample, windows, tiles, trial_rank, basis, far)
+        trial = _trial(problem, heads, sample, fields, by_bucket, tiles, trial_rank, basis, far, options.near)
+    with clock.stage("near"):
+        near, by_bucket = _near(problem, heads, trial, by_bucket, options.near.probes[-1])
     with clock.stage("leverage"):
-        sample = _leverage_rows(problem, heads, sample, rank, trial, basis, results)
+        sample = _leverage_rows(problem, heads, sample, rank, trial, basis, near, results)
     with clock.stage("fit"):
-        target = far(problem, heads, sample.rows, sample.out, sample.lse, trial.window.reshape(count, 1))
+        own = content.of_rows(device, near, sample.rows)
+        target = far(problem, heads, sample.rows, sample.out, sample.lse, trial.window.reshape(count, 1), own)
         columns = features(problem, heads, sample.rows, sample.lse, trial.tiles, found, basis)
         weight = sample.weights(problem.shape[0])
         common = problem, heads, columns, target, sample.out, weight
@@ -217,34 +263,60 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
             device.run(_fall_cpu, _fall_cuda, (1,), half.loo, full.loo, fall)
     # of the one window
     table, ridge, loo, row_error, row_leverage = (x.reshape(count, *x.shape[2:]) for x in full)
-    model = keys, found, basis, projection, trial.tiles, table, trial.window, trial.temperature, weight, ridge
+    chosen = trial.window, near, by_bucket, trial.temperature
+    model = keys, found, basis, projection, trial.tiles, table, *chosen, weight, ridge
     return Solved(sample, *model, loo, fall, row_error, row_leverage)
 
 
-def _choose_landmarks(problem, heads, sample, rank, apart):
+def _draw_pool(problem, heads, sample, rank, apart):
+    """Candidates for landmarks: their columns on the uniform rows, which keys they are, and how many each head has."""
     count = min(landmarks.POOL_FACTOR * rank, max(landmarks.LARGEST_POOL, 2 * rank))
     drawn = sample.uniform, sample.uniform_lse, sample.masses
     pool, size = landmarks.draw_pool(problem, heads, *drawn, count, apart=apart)
     tiles = landmarks.gather(problem, heads, pool, size)
     none = problem.device.empty((len(heads), 0, problem.shape[2]), problem.element)
     columns = features(problem, heads, sample.uniform, sample.uniform_lse, tiles, size, none)
-    return landmarks.choose(problem, heads, columns, pool, size, rank)
+    return columns, pool, size
 
 
-def _windows(problem, options):
-    """Half widths to choose from, rising, -1 for no near field."""
-    n, m = problem.shape[:2]
-    if options.window is not None:
-        return np.array([options.window if options.window > 0 else -1])
-    return np.array([-1, *(w for w in plan.WINDOWS if 0 < w < n)] if n == m else [-1])
+def _may_pay(problem, near, pool):
+    """Is a near field by content worth a try? Waits for the device, if it must."""
+    device, (columns, _, size) = problem.device, pool
+    if not near.probes[-1] or problem.shape[1] < LEAST_BUCKETS * near.size:
+        return False
+    if 0 not in near.probes:
+        return True
+    peak = device.empty(len(size), np.float64)
+    device.run(_peak_cpu, _peak_cuda, (len(size),), columns, size, peak)
+    keys = near.heavy + near.probes[1] * near.size
+    return bool((device.download(peak) * keys).max() >= _PEAKED)
 
 
-def _trial(problem, heads, sample, windows, tiles, rank, basis, far):
-    """Trial fits with the leading landmarks at every temperature and window; the best one of each head."""
+def _costs(problem, fields, near, rank):
+    """What every near field makes a head cost, relative to none."""
+    n, m, d, e = problem.shape
+    without = plan.pda_flops(n, m, d, e, rank)
+    windows = sorted({w for w, _ in fields})
+    return np.array(
+        [_WIDER ** windows.index(w) * (1 + plan.content_flops(n, m, d, e, p, near) / without) for w, p in fields]
+    )
+
+
+def _trial(problem, heads, sample, fields, by_bucket, tiles, rank, basis, far, wished):
+    """Trial fits with the leading landmarks at every temperature and near field; the best one of each head."""
     device, count = problem.device, len(TEMPERATURES)
-    windows = device.repeat(device.upload(windows[None]), len(heads))
     which, exact, lse = sample.uniform, sample.uniform_out, sample.uniform_lse
-    target = far(problem, heads, which, exact, lse, windows)
+    windows = {p: np.array([[w or -1 for w, q in fields if q == p]]) for p in dict.fromkeys(p for _, p in fields)}
+    around = {p: device.repeat(device.upload(w), len(heads)) for p, w in windows.items()}
+    kinds = [far(problem, heads, which, exact, lse, around[0], None)] if 0 in around else []
+    if by_bucket is not None:
+        for near in content.tried(problem, heads, which, by_bucket, [p for p in around if p]):
+            kinds.append(far(problem, heads, which, exact, lse, around[near.most], near.rows))
+    target = device.concatenate([x.reshape(which.size, *x.shape[2:]) for x in kinds])
+    target = target.reshape(*which.shape, *target.shape[1:])
+    fields = [(int(w), p) for p, own in windows.items() for w in own[0]]
+    costs = _costs(problem, fields, wished, tiles.shape[1])
+    fields = np.array(fields)
     size = padded(min(TRIAL_RANK, tiles.shape[1]))
     leading = _columns(device, tiles.reshape(len(tiles), -1), 0, size * tiles.shape[2])
     leading = leading.reshape(len(tiles), size, tiles.shape[2])
@@ -256,12 +328,19 @@ def _trial(problem, heads, sample, windows, tiles, rank, basis, far):
     columns = features(problem, heads, which, lse, leading, ranks, basis)
     weight = device.repeat(device.upload(np.ones((1, which.shape[1]))), len(heads))
     trial = fit(problem, heads, columns, target, exact, weight, ranks)
-    tile, table, window = (device.empty((len(rank),), np.int64) for _ in range(3))
+    tile, table, window, probes = (device.empty((len(rank),), np.int64) for _ in range(4))
     temperature = device.empty((len(rank),), np.float64)
-    chosen = tile, table, window, temperature
-    device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), trial.loo, windows, *chosen)
+    given = trial.loo, device.upload(fields), device.upload(costs)
+    device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), *given, tile, table, window, probes, temperature)
     own, left_out = (device.take(x.reshape(-1, *x.shape[2:]), table) for x in (trial.table, trial.row_leverage))
-    return _Trial(rank, own, left_out, device.take(tiles, tile), window, temperature)
+    return _Trial(rank, own, left_out, device.take(tiles, tile), window, probes, temperature)
+
+
+def _near(problem, heads, trial, by_bucket, most):
+    """The near field by content of all queries, where a head has chosen one."""
+    if by_bucket is None or (problem.device.name == "cpu" and not trial.probes.any()):
+        return content.nothing(problem, len(heads)), by_bucket
+    return content.near(problem, heads, by_bucket, trial.probes, most)
 
 
 def _columns(device, source, first, count, width=None):
@@ -271,14 +350,14 @@ def _columns(device, source, first, count, width=None):
     return out
 
 
-def _leverage_rows(problem, heads, sample, rank, trial, basis, results):
+def _leverage_rows(problem, heads, sample, rank, trial, basis, near, results):
     """Bring the rows drawn by the trial fit's leverage up to half of the rank's rows."""
     starts, fraction = candidates(problem, heads)
     table = trial.table.reshape(-1, trial.table.shape[2])
     shown = 1 + LEVERAGE_COLUMNS  # all but the values' columns
     short = _columns(problem.device, table, problem.shape[3], shown, padded(shown))
     short = short.reshape(len(heads), -1, short.shape[1])
-    leverage, _ = apply(problem, heads, starts, trial.tiles, short, trial.rank, trial.window, basis, None)
+    leverage, _ = apply(problem, heads, starts, trial.tiles, short, trial.rank, trial.window, basis, near, None)
     wanted = max(plan.ROWS_PER_RANK * rank // 2 - sample.drawn.shape[1], rank // 2)
     new, pi, sample = draw_by_leverage(problem, heads, sample, starts, fraction, leverage, trial.row_leverage, wanted)
     out, lse, _ = rows(problem, heads, new)

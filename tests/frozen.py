@@ -29,16 +29,23 @@ def choices(problem, part, h):
         "nearest": np.full(nearest[0].shape, -1) if problem.merged else nearest[0],
         "temperature": float(part.temperature[h]),
         "window": int(part.window[h]),
+        "covered": _covered(part, h),
         "basis": part.basis[h],
         "projection": part.projection[h],
         "scale": problem.scale,
     }
 
 
+def _covered(part, h):
+    """Which keys are near to which queries by content."""
+    probes, bucket = part.probes[h][:, : part.counts[h]], part.bucket[h][:, 0]
+    near = (probes[:, :, None] == bucket).any(axis=1) | (bucket == part.start.shape[1] - 2)
+    return near if part.counts[h] else None
+
+
 def _near(c, n, m):
-    if c["window"] < 0:
-        return np.zeros((n, m))
-    return (np.abs(np.arange(n)[:, None] - np.arange(m)[None]) <= c["window"]).astype(float)
+    near = np.abs(np.arange(n)[:, None] - np.arange(m)[None]) <= c["window"]
+    return (near if c["covered"] is None else near | c["covered"]).astype(float)
 
 
 def _landmarks(k, c):
@@ -101,7 +108,8 @@ def normalisers(q, k, v, c, level):
     scores = c["scale"] * (coordinates @ s.T)
     top = np.max(scores, axis=1)[:, None]
     top = getattr(top, "_value", top)
-    den = (np.exp(scores - top) @ z[:, -1:])[:, 0]
+    direct = np.exp(c["scale"] * (q @ k.T) - top) * _near(c, len(q), len(k))
+    den = (np.sum(direct, axis=1)[:, None] + np.exp(scores - top) @ z[:, -1:])[:, 0]
     own = np.log(np.where(den > 0, den, 1.0)) + top[:, 0]
     exact = logsumexp(c["scale"] * (q[c["rows"]] @ k.T), axis=1)
     repeated = _repeated(c)

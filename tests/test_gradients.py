@@ -9,7 +9,7 @@ from autograd import grad
 from problems import make
 
 import pda_numba
-from pda_numba import attention_backward, attention_forward, attention_vjp
+from pda_numba import NearField, attention_backward, attention_forward, attention_vjp
 from pda_numba.residuals import Exact, LowRank
 
 PDA = {"method": "pda", "tol": None}
@@ -59,6 +59,22 @@ def test_float32_gradients_are_as_good_as_plain_ones(n, m, d, e):
 CASES = {
     "one head": (make("decaying", 700, d=7, e=5, seed=1, dtype=np.float64), {"rank": 16, "window": 0}),
     "window": (make("clustered", 500, d=7, e=5, seed=1, dtype=np.float64), {"rank": 12, "window": 9}),
+    "content": (
+        make("clustered", 700, d=7, e=5, seed=1, dtype=np.float64),
+        {"rank": 12, "near": NearField(n_probes=3, bucket_size=16)},
+    ),
+    "content and window": (
+        make("clustered", 600, d=7, e=5, seed=1, dtype=np.float64),
+        {"rank": 12, "near": NearField(window=9, n_probes=2, bucket_size=16, n_heavy=5)},
+    ),
+    "content, more keys": (
+        stacked("decaying", 450, 2, m=1025, d=9, e=3, dtype=np.float64),
+        {"rank": 16, "near": NearField(n_probes=4, bucket_size=8)},
+    ),
+    "content, projected": (
+        make("decaying", 700, d=12, e=5, seed=1, dtype=np.float64),
+        {"rank": 16, "proj_dim": 4, "near": NearField(n_probes=2, bucket_size=16)},
+    ),
     "wide window": (make("decaying", 500, d=3, e=1, seed=1, dtype=np.float64), {"rank": 12, "window": 300}),
     "projection": (
         make("decaying", 700, d=12, e=5, seed=1, dtype=np.float64),

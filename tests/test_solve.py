@@ -5,19 +5,20 @@ import numpy as np
 import pytest
 from problems import flat, heads, make
 
-from pda_numba import _validate, solve
+from pda_numba import solve
 from pda_numba.info import Clock
+from pda_numba.options import options
 from pda_numba.results import HeadResult
 
 
 def run(problem, rank, **choices):
     n, m, d, _ = problem.shape
-    given = {"rank": rank, "tol": None, "window": "auto", "proj_dim": None, "method": "pda", **choices}
-    options = _validate.options(**given, n=n, m=m, d=d)
+    given = {"rank": rank, "tol": None, "window": "auto", "near": "auto", "proj_dim": None, "method": "pda", **choices}
+    wished = options(**given, n=n, m=m, d=d)
     every = heads(problem)
     results = {h: HeadResult() for h in every}
     sample = solve.uniform_part(problem, every, None, rank, results, Clock())
-    return solve.solve(problem, every, sample, options, rank, results, Clock(), slope=False)
+    return solve.solve(problem, every, sample, wished, rank, results, Clock(), slope=False)
 
 
 def stacked(kind, n, count):

@@ -45,6 +45,15 @@ def in_band(query, key, window):
 
 
 @shared
+def covered(bucket, heavy, probes, count):
+    """Does the content near field of a query, with so many of its probes, hold the keys of a bucket?"""
+    found = bucket == heavy
+    for p in range(count):
+        found |= probes[p] == bucket
+    return found
+
+
+@shared
 def clipped(x, low, high):
     return min(max(x, low), high)
 

@@ -434,6 +434,17 @@ def scale_queries(acc, factors, t, a):
 
 
 @device_body
+def load_rows(acc, source, rows, factors, lowest, column, t, a):
+    """The rows of `source` that are the queries' into their sums; zero where a factor is not above `lowest`."""
+    for y in range(a):
+        row = np.int64(rows[block_query(y, t, a)])
+        there = factors[block_query(y, t, a)] > lowest
+        for x in range(a):
+            e = column + block_key(x, t, a)
+            acc[x * a + y] = source[row, e] if there and e < source.shape[1] else acc.dtype.type(0)
+
+
+@device_body
 def clip_columns(acc, low, high, column, t, a):
     """Each value column's sums into its own range."""
     for x in range(a):

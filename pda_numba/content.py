@@ -1,0 +1,366 @@
+"""The content near field: heavy keys, and the keys of the buckets that a query probes, exactly.
+
+    (out_i, lse_i) = attention of query i to the heavy keys and to the keys of its first t buckets (`buckets`)
+
+One pass for each probe p = 1 .. t, the first also for the heavy keys: queries whose p-th bucket is the same make up
+runs, and all work is dense tiles. A query is in one run of a pass, so that no two of them write one row. A pass goes on
+from the output and the lse of the one before.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import prange
+
+from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from .buckets import Buckets, build, probes
+from .grouping import RUN, list_groups
+from .kernels import tile
+from .kernels.panel import (
+    TILE,
+    add_values,
+    larger,
+    log_sum,
+    multiply_keys,
+    pack_query,
+    raise_top,
+    weigh,
+    weight,
+)
+from .kernels.scalar import widen
+from .kernels.simd import ROW_PADDING, lane_count, padded
+from .kernels.team import barrier, member, members
+
+_TOGETHER = 8  # runs that share their scratch
+
+# --- bodies ---
+
+
+@shared
+def _gather_row(source, row, out):
+    for d in range(member(), source.shape[1], members()):
+        out[d] = widen(source[row, d])
+
+
+@shared
+def _pick(out, lse, probes, row, i, picked, picked_lse, picked_probes):
+    """What is near to query `row` into entry i of a list; by a team."""
+    for e in range(member(), out.shape[1], members()):
+        picked[i, e] = out[row, e]
+    for p in range(member(), probes.shape[1], members()):
+        picked_probes[i, p] = probes[row, p]
+    if member() == 0:
+        picked_lse[i] = lse[row]
+
+
+@shared
+def _attend_panel(
+    x, k, v, rows, count, begin, end, first_heavy, factor, out, lse, queries, scores, top, peak, total, sums
+):
+    """The queries of a panel to the keys begin .. end and to those from `first_heavy` on, beside what they have so far.
+
+    `k` and `v` are whole tiles: sorted, of the arithmetic's dtype, `v` with columns in whole register blocks.
+    """
+    element, values = out.dtype, out.shape[1]
+    top[:], total[:], sums[:] = np.finfo(element).min / 2, 0, 0
+    for lane in range(count):
+        row = rows[lane]
+        pack_query(queries, lane, x, row, factor)
+        if lse[row] > top[lane]:
+            top[lane], total[lane] = lse[row], 1
+            for e in range(values):
+                sums[e, lane] = out[row, e]
+    for part in range(2):
+        start, stop = (begin, end) if part == 0 else (first_heavy, k.shape[0] - ROW_PADDING)
+        for j in range(start, stop, TILE):
+            keys = min(TILE, stop - j)
+            multiply_keys(scores, k[j:], queries, keys)
+            raise_top(top, peak, total, sums, scores, keys)
+            weigh(scores, top, total, keys)
+            add_values(sums, v[j:], scores, keys)
+    for lane in range(count):
+        share = element.type(1) / total[lane]
+        for e in range(values):
+            out[rows[lane], e] = sums[e, lane] * share
+        lse[rows[lane]] = log_sum(top[lane], total[lane])
+
+
+# --- drivers ---
+
+
+@cpu_kernel
+def _gather_cpu(source, place, which, out):
+    heads, n = which.shape
+    for item in prange(heads * n):
+        h, i = item // n, item % n
+        _gather_row(source[place[h]], which[h, i], out[h, i])
+
+
+@cuda_kernel(64)
+def _gather_cuda(source, place, which, out):
+    i, h = cuda.blockIdx.x, cuda.blockIdx.y
+    _gather_row(source[place[h]], which[h, i], out[h, i])
+
+
+@cpu_kernel
+def _pick_cpu(out, lse, probes, which, picked, picked_lse, picked_probes):
+    heads, n = which.shape
+    for item in prange(heads * n):
+        h, i = item // n, item % n
+        _pick(out[h], lse[h], probes[h], which[h, i], i, picked[h], picked_lse[h], picked_probes[h])
+
+
+@cuda_kernel(64)
+def _pick_cuda(out, lse, probes, which, picked, picked_lse, picked_probes):
+    i, h = cuda.blockIdx.x, cuda.blockIdx.y
+    _pick(out[h], lse[h], probes[h], which[h, i], i, picked[h], picked_lse[h], picked_probes[h])
+
+
+@cpu_kernel
+def _attend_cpu(x, place, k, v, entries, owner, used, start, counts, turn, factor, out, lse):
+    heads, runs = owner.shape
+    width, heavy = lane_count(k), start.shape[1] - 2
+    blocks = (runs + _TOGETHER - 1) // _TOGETHER
+    for item in prange(heads * blocks):
+        h, block = item // blocks, item % blocks
+        queries, scores = np.zeros((k.shape[2], width), k.dtype), np.empty((TILE, width), k.dtype)
+        top, peak, total = np.empty(width, k.dtype), np.empty(width, k.dtype), np.empty(width, k.dtype)
+        sums = np.empty((v.shape[2], width), k.dtype)
+        for r in range(block * _TOGETHER, min(runs, (block + 1) * _TOGETHER)):
+            begin, end = start[h, owner[h, r]], start[h, owner[h, r] + 1]
+            first_heavy = start[h, heavy] if turn == 0 else start[h, heavy + 1]
+            for first in range(0, used[h, r] if turn < counts[h] else 0, width):
+                rows = entries[h, r * RUN + first : (r + 1) * RUN]
+                task = rows, min(width, used[h, r] - first), begin, end, first_heavy, factor
+                _attend_panel(x[place[h]], k[h], v[h], *task, out[h], lse[h], queries, scores, top, peak, total, sums)
+
+
+def _attend_driver(element):
+    """One block for the rows of a run and a a value columns."""
+    a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
+    threads = tile.THREADS
+    lowest, zero, one = element.type(np.finfo(element).min / 2), element.type(0), element.type(1)
+
+    @cuda_kernel(tile.THREADS, tile.BLOCKS)
+    def attend_cuda(x, place, k, v, entries, owner, used, start, counts, turn, factor, vectors, out, lse, new_lse):
+        t, r, h = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.z
+        column, count = cuda.blockIdx.y * columns_at_once, used[h, r]
+        if count == 0 or turn >= counts[h]:
+            return
+        scores = cuda.shared.array((keys, threads), element, alignment=16)
+        queries = cuda.shared.array((depth, threads), element, alignment=16)
+        buffers = cuda.shared.array((rows_of_buffers, columns_at_once), element, alignment=16)
+        factors = cuda.shared.array(threads, element)
+        places = cuda.shared.array(threads, np.int32)
+        acc = cuda.local.array(columns_at_once, element)
+        product = cuda.local.array(block, element)
+        piece = cuda.local.array(piece_size, element)
+        left = cuda.local.array(a, element)
+        right = cuda.local.array(a, element)
+        memory, registers = (scores, queries, buffers), (product, left, right, piece)
+        row, g, heavy = entries[h, r * threads + min(t, count - 1)], owner[h, r], start.shape[1] - 2
+        places[t] = row
+        factors[t] = lse[h, row]
+        top = larger(factors[t], lowest)
+        total = one if factors[t] == top else zero
+        barrier()
+        tile.load_rows(acc, out[h], places, factors, lowest, column, t, a)
+        fresh = True
+        for part in range(2):
+            begin = start[h, g] if part == 0 else start[h, heavy]
+            end = start[h, g + 1] if part == 0 else start[h, heavy + 1]
+            if part == 1 and turn > 0:
+                end = begin
+            for j in range(begin, end, keys):
+                where = x[place[h]], row, factor, scores, t, False, k[h], j, end, fresh, t, a, vectors
+                tile.score_tile(memory, registers, *where)
+                fresh = False
+                tile.hide_scores(scores, min(keys, end - j), lowest, t)
+                peak = tile.peak_of(scores, top, t)
+                shrink = weight(top, peak)
+                top = peak
+                barrier()
+                factors[t] = shrink
+                total = total * shrink + tile.weigh(scores, top, t)
+                tile.begin_values(memory, registers, v[h], j, end, column, t, a, vectors & 4)
+                barrier()
+                tile.scale_queries(acc, factors, t, a)
+                tile.add_values(acc, memory, registers, v[h], j, end, column, t, a, vectors & 4)
+        barrier()
+        factors[t] = one / total
+        barrier()
+        tile.scale_queries(acc, factors, t, a)
+        tile.put_block(queries, acc, t, a)
+        barrier()
+        if t < count:
+            tile.write_row(out[h], row, queries, column, t, a, vectors & 8)
+            if column == 0:
+                new_lse[h, row] = log_sum(top, total)
+
+    return attend_cuda
+
+
+_ATTEND_CUDA = {element: _attend_driver(np.dtype(element)) for element in (np.float32, np.float64)}
+
+
+# --- stages ---
+
+
+class Sorted(NamedTuple):
+    """The keys and values of some heads in the order of their buckets, widened, and ROW_PADDING rows of zeros."""
+
+    buckets: Any  # `buckets.Buckets`
+    k: Any  # (heads, M + ROW_PADDING, D)
+    v: Any  # (heads, M + ROW_PADDING, padded(E))
+
+
+class Near(NamedTuple):
+    """What is near to some queries by content."""
+
+    out: Any  # (heads, n, E): attention to the near keys alone
+    lse: Any  # (heads, n)
+    probes: Any  # (heads, n, most) int32: buckets, best first
+    count: Any  # (heads,) int64: how many of the probes count; 0: nothing is near, not even the heavy keys
+    bucket: Any  # (heads, M, 1) int32: of every key
+    heavy: int  # the heavy keys' bucket
+
+
+def nothing(problem, heads):
+    """No content near field."""
+    device, element = problem.device, problem.element
+    out, lse = device.empty((heads, 0, problem.shape[3]), element), device.empty((heads, 0), element)
+    probes, bucket = device.empty((heads, 1, 1), np.int32), device.empty((heads, 0, 1), np.int32)
+    return Near(out, lse, probes, device.zeros(heads, np.int64), bucket, -1)
+
+
+class ByBucket(NamedTuple):
+    """What is known of the keys of some heads, and of their queries as soon as one has chosen to."""
+
+    keys: Any  # `Sorted`
+    probes: Any = None  # (heads, N, most) int32
+
+    def keep(self, device, which):
+        """Only the heads `which`."""
+        return _over(self, lambda x: device.take(x, which))
+
+
+class Tried(NamedTuple):
+    """The near field of some rows with so many probes."""
+
+    most: int
+    rows: Near
+
+
+def _over(value, change):
+    """`change` made to every array of nested tuples."""
+    if isinstance(value, tuple):
+        parts = [_over(x, change) for x in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value if value is None or isinstance(value, int) else change(value)
+
+
+def gather_rows(problem, source, place, which, columns=None, more=0):
+    """source[place[h], which[h, i]], widened; with zeros up to `columns`, and in so many rows more."""
+    device, (heads, n) = problem.device, which.shape
+    make = device.zeros if more else device.empty
+    out = make((heads, n + more, columns or source.shape[2]), problem.element)
+    device.run(_gather_cpu, _gather_cuda, which.shape[::-1], source, place, which, out)
+    return out
+
+
+def plain(problem, source, place):
+    """`source` in the arithmetic's dtype and contiguous, and each head's place in it: the kernels compile but once."""
+    device, (_, n, _) = problem.device, source.shape
+    if source.dtype == problem.element and device.is_contiguous(source):
+        return source, place
+    every = device.repeat(device.upload(np.arange(n)[None]), len(place))
+    return gather_rows(problem, source, place, every), device.upload(np.arange(len(place)))
+
+
+def by_bucket(problem, heads, pool, wished):
+    """The heads' keys by bucket; `pool` are the columns of keys on the pilot rows, which keys, and how many."""
+    place = problem.key_heads(heads)
+    found = build(problem, *plain(problem, problem.k, place), *pool, wished)
+    return ByBucket(sort_keys(problem, place, found))
+
+
+def tried(problem, heads, which, known, choices):
+    """A `Tried` of the queries `which (heads, n)` for each number of probes, rising; one after the other is used up."""
+    device, count = problem.device, len(heads)
+    x, own = gather_rows(problem, problem.q, problem.query_heads(heads), which), device.upload(np.arange(count))
+    buckets = known.keys.buckets
+    found = probes(problem, x, own, buckets, choices[-1])
+    every = device.upload(np.full(count, choices[-1]))
+    for turn, (out, lse) in enumerate(_passes(problem, x, own, known.keys, found, every)):
+        if turn + 1 in choices:
+            used = device.upload(np.full(count, turn + 1))
+            yield Tried(turn + 1, Near(out, lse, found, used, buckets.bucket, buckets.heavy))
+
+
+def near(problem, heads, known, counts, most):
+    """The `Near` of all queries with counts[h] probes, `most` at most, and what is known then."""
+    x, place = plain(problem, problem.q, problem.query_heads(heads))
+    buckets, found = known.keys.buckets, known.probes
+    if found is None:
+        found = probes(problem, x, place, buckets, most)
+    *_, (out, lse) = _passes(problem, x, place, known.keys, found, counts)
+    return Near(out, lse, found, counts, buckets.bucket, buckets.heavy), known._replace(probes=found)
+
+
+def sort_keys(problem, place, found):
+    """Keys and values in the order of their buckets."""
+    k = gather_rows(problem, problem.k, place, found.keys, more=ROW_PADDING)
+    v = gather_rows(problem, problem.v, place, found.keys, padded(problem.shape[3]), ROW_PADDING)
+    return Sorted(found, k, v)
+
+
+def again(problem, heads, part):
+    """The sorted keys and the `Near` of all queries of a forward pass, from what it left (`residuals.LowRank`)."""
+    if not part.order.shape[1]:
+        return None, nothing(problem, len(heads))
+    found = Buckets((), None, part.bucket, part.order, part.start, part.widest)
+    keys = sort_keys(problem, problem.key_heads(heads), found)
+    x, place = plain(problem, problem.q, problem.query_heads(heads))
+    *_, (out, lse) = _passes(problem, x, place, keys, part.probes, part.counts)
+    return keys, Near(out, lse, part.probes, part.counts, part.bucket, found.heavy)
+
+
+def of_rows(device, near, which):
+    """The `Near` of the queries `which (heads, n)`."""
+    if near.out.shape[1] == 0:
+        return near
+    out, probes = device.empty((*which.shape, near.out.shape[2]), near.out.dtype), None
+    lse = device.empty(which.shape, near.lse.dtype)
+    probes = device.empty((*which.shape, near.probes.shape[2]), np.int32)
+    task = near.out, near.lse, near.probes, which, out, lse, probes
+    device.run(_pick_cpu, _pick_cuda, which.shape[::-1], *task)
+    return near._replace(out=out, lse=lse, probes=probes)
+
+
+def _passes(problem, x, place, keys, probes, counts):
+    """Attention of the rows x[place[h]] to the heavy keys and the first bucket that they probe, then also to the next.
+
+    Yields `out (heads, n, E)` and `lse (heads, n)` after each of them. Of the probes of head h only the first
+    `counts (heads,)` count; with 0 not even the heavy keys do.
+    """
+    device, element, (heads, n, most) = problem.device, problem.element, probes.shape
+    out = device.zeros((heads, n, problem.shape[3]), element)
+    lse = device.repeat(device.upload(np.full((heads, 1), -np.inf, element)), n).reshape(heads, n)
+    for turn in range(most):
+        lists = list_groups(device, probes, turn, keys.buckets.heavy + 1)
+        task = x, place, keys.k, keys.v, lists.entries, lists.owner, lists.used, keys.buckets.start, counts, turn
+        if device.name == "cpu":
+            _attend_cpu(*task, problem.factor, out, lse)
+        else:
+            lse = _attend_on_gpu(device, task, problem.factor, out, lse)
+        yield out, lse
+
+
+def _attend_on_gpu(device, task, factor, out, lse):
+    """The driver's launch; returns the new lse, for the blocks of one run read the old one side by side."""
+    new_lse = device.take(lse, np.arange(len(lse)))
+    x, _, k, v, _, owner = task[:6]
+    columns = -(-out.shape[2] // tile.geometry(out.dtype).columns)
+    grid, vectors = (owner.shape[1], max(1, columns), len(owner)), tile.vectors(x, k, v, out)
+    device.run(None, _ATTEND_CUDA[out.dtype.type], grid, *task, factor, vectors, out, lse, new_lse)
+    return new_lse

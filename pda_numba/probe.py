@@ -1,0 +1,203 @@
+"""The best few of some centres for every row: what a query probes, and which centre a key is nearest to.
+
+    score_ic = factor x_i . c + bias_c          over the centres of the nodes in the row's beam, a range for each node
+
+Rows that look at the same centres should be neighbours in the order in which they are worked on: those of a panel, or
+of a block, are all compared with the centres of every node that one of them looks at, as one dense product, and keep
+what is theirs. What a row has found is kept beside it, best first, so that more centres can be looked through later.
+"""
+
+import numpy as np
+from numba import prange
+
+from . import draw
+from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from .grouping import RUN
+from .kernels import tile
+from .kernels.best import keep_best
+from .kernels.panel import TILE, multiply_keys, pack_query
+from .kernels.simd import lane_count
+from .kernels.team import barrier
+
+MOST = 16  # centres that a row can keep
+BEAM = 8  # nodes in a row's beam at most
+_NO_NODE = np.iinfo(np.int32).max
+
+# --- bodies ---
+
+
+@shared
+def _looks_at(beam, row, node):
+    found = False
+    for s in range(beam.shape[1]):
+        found |= beam[row, s] == node
+    return found
+
+
+@shared
+def _collect(beam, row, nodes, count):
+    """The nodes of a row's beam into the list, which stays sorted; returns how many there are now."""
+    for s in range(beam.shape[1]):
+        node, p = beam[row, s], count
+        while p > 0 and nodes[p - 1] > node:
+            p -= 1
+        if node >= 0 and (p == 0 or nodes[p - 1] != node):
+            for i in range(count, p, -1):
+                nodes[i] = nodes[i - 1]
+            nodes[p] = node
+            count += 1
+    return count
+
+
+@shared
+def _look_through(begin, end, centres, bias, queries, products, allowed, best, found):
+    """A panel of rows, in the lanes, against the centres begin .. end."""
+    for j in range(begin, end, TILE):
+        count = min(TILE, end - j)
+        multiply_keys(products, centres[j:], queries, count)
+        for c in range(count):
+            keep_best(products, c, bias[j + c], allowed, np.int32(j + c), best, found)
+
+
+@shared
+def _probe_panel(
+    x, rows, count, beam, ranges, factor, centres, bias, scores, found, queries, products, allowed, best, own, nodes
+):
+    width, most = lane_count(products), found.shape[1]
+    for lane in range(width):
+        row = rows[min(lane, count - 1)]
+        pack_query(queries, lane, x, row, factor)
+        for p in range(most):
+            best[p, lane], own[p, lane] = scores[row, p], found[row, p]
+    total = 0
+    for lane in range(count):
+        total = _collect(beam, rows[lane], nodes, total)
+    for i in range(total):
+        node = nodes[i]
+        for lane in range(width):
+            mine = lane < count and _looks_at(beam, rows[min(lane, count - 1)], node)
+            allowed[lane] = 0 if mine else -np.inf
+        begin, end = ranges[node, 0], ranges[node, 1]
+        _look_through(begin, end, centres, bias, queries, products, allowed, best, own)
+    for lane in range(count):
+        for p in range(most):
+            scores[rows[lane], p], found[rows[lane], p] = best[p, lane], own[p, lane]
+
+
+@shared
+def _rows_of(entries):
+    """How many rows of a run there are: -1 is none."""
+    count = entries.shape[0]
+    while count > 0 and entries[count - 1] < 0:
+        count -= 1
+    return count
+
+
+# --- CPU driver ---
+
+
+@cpu_kernel
+def _probe_cpu(x, place, entries, beam, ranges, factor, centres, bias, scores, found):
+    heads, n = entries.shape
+    width, most, runs = lane_count(centres), found.shape[2], (n + RUN - 1) // RUN
+    for item in prange(heads * runs):
+        h, r = item // runs, item % runs
+        queries = np.zeros((x.shape[2], width), scores.dtype)
+        products, allowed = np.empty((TILE, width), scores.dtype), np.empty(width, scores.dtype)
+        best, own = np.empty((most, width), scores.dtype), np.empty((most, width), np.int32)
+        nodes = np.empty(width * beam.shape[2] + 1, np.int32)
+        used = _rows_of(entries[h, r * RUN : min((r + 1) * RUN, n)])
+        for first in range(0, used, width):
+            rows = entries[h, r * RUN + first : (r + 1) * RUN]
+            task = rows, min(width, used - first), beam[h], ranges[h], factor, centres[h], bias[h]
+            room = queries, products, allowed, best, own, nodes
+            _probe_panel(x[place[h]], *task, scores[h], found[h], *room)
+
+
+# --- CUDA drivers ---
+
+
+def _probe_driver(element):
+    """One block for RUN rows: a thread has the best of its own row."""
+    a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
+    threads = tile.THREADS
+
+    @cuda_kernel(tile.THREADS, tile.PRODUCT_BLOCKS)
+    def probe_cuda(x, place, entries, beam, ranges, factor, centres, bias, vectors, scores, found):
+        t, h = cuda.threadIdx.x, cuda.blockIdx.y
+        first = cuda.blockIdx.x * threads
+        if entries[h, first] < 0:
+            return
+        products = cuda.shared.array((keys, threads), element, alignment=16)
+        queries = cuda.shared.array((depth, threads), element, alignment=16)
+        buffers = cuda.shared.array((rows_of_buffers, columns_at_once), element, alignment=16)
+        best = cuda.shared.array((MOST, threads), element)
+        centre = cuda.shared.array((MOST, threads), np.int32)
+        nodes = cuda.shared.array(BEAM * tile.THREADS, np.int32)
+        product = cuda.local.array(block, element)
+        piece = cuda.local.array(piece_size, element)
+        left = cuda.local.array(a, element)
+        right = cuda.local.array(a, element)
+        memory, registers = (products, queries, buffers), (product, left, right, piece)
+        inside = first + t < entries.shape[1] and entries[h, min(first + t, entries.shape[1] - 1)] >= 0
+        row, last = entries[h, first + t if inside else first], found.shape[2] - 1
+        for p in range(last + 1):
+            best[p, t], centre[p, t] = scores[h, row, p], found[h, row, p]
+        for s in range(BEAM):
+            node = beam[h, row, s] if s < beam.shape[2] else np.int32(-1)
+            nodes[s * threads + t] = node if node >= 0 else np.int32(_NO_NODE)
+        barrier()
+        draw.sort(nodes)
+        fresh = True
+        for i in range(nodes.shape[0]):
+            node = nodes[i]
+            if node == _NO_NODE:
+                break
+            if i > 0 and nodes[i - 1] == node:
+                continue
+            mine = _looks_at(beam[h], row, node)
+            begin, end = ranges[h, node, 0], ranges[h, node, 1]
+            for j in range(begin, end, keys):
+                where = x[place[h]], row, factor, products, t, False, centres[h], j, end, fresh, t, a, vectors
+                tile.score_tile(memory, registers, *where)
+                fresh = False
+                for c in range(min(keys, end - j)):
+                    score = tile.load(products, c, tile.score_place(c, t)) + bias[h, j + c]
+                    if mine and score > best[last, t]:
+                        p = last
+                        while p > 0 and best[p - 1, t] < score:
+                            best[p, t], centre[p, t] = best[p - 1, t], centre[p - 1, t]
+                            p -= 1
+                        best[p, t], centre[p, t] = score, np.int32(j + c)
+        if inside:
+            for p in range(last + 1):
+                scores[h, row, p], found[h, row, p] = best[p, t], centre[p, t]
+
+    return probe_cuda
+
+
+_PROBE_CUDA = {element: _probe_driver(np.dtype(element)) for element in (np.float32, np.float64)}
+
+# --- stage ---
+
+
+def nothing_found(device, element, heads, n, count):
+    """The state of `n` rows that have looked at no centre yet, `count` of which they will keep."""
+    found = device.upload(np.full((heads, 1), -1, np.int32))
+    lowest = device.upload(np.full((heads, 1), -np.inf, element))
+    scores, found = (device.repeat(x, n * count) for x in (lowest, found))
+    return scores.reshape(heads, n, count), found.reshape(heads, n, count)
+
+
+def probe(device, x, place, factor, entries, beam, ranges, centres, bias, scores, found):
+    """Look through the centres of the nodes in each row's `beam (heads, n, nodes)`.
+
+    The rows of head h are x[place[h]], in the order of `entries (heads, n)`, -1 behind the last; `ranges (heads, nodes,
+    2)` of the centres `(heads, C padded, D)` with `bias (heads, C)`. Updates `scores` and `found`, (heads, n, count).
+    """
+    task = x, place, entries, beam, ranges, factor, centres, bias
+    if device.name == "cpu":
+        _probe_cpu(*task, scores, found)
+    else:
+        grid, vectors = (-(-entries.shape[1] // RUN), len(place)), tile.vectors(x, centres)
+        device.run(None, _PROBE_CUDA[centres.dtype.type], grid, *task, vectors, scores, found)
