@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._jit import cuda, cuda_kernel, device_body
+from .content import nothing as nothing_near
 from .kernels import tile
 from .kernels.team import barrier
 
@@ -79,6 +80,10 @@ def _driver(element, purpose, spanned):
         offset,
         share,
         window,
+        probes,
+        used,
+        bucket,
+        heavy,
         spans,
         pattern,
         seers,
@@ -155,6 +160,8 @@ def _driver(element, purpose, spanned):
             if spanned:
                 tile.hide_spans(product, first, j, lows, highs, by_query, t, a)
             tile.put_block(scores, product, t, a)
+            if band >= 0 and used[h]:
+                tile.hide_covered(scores, first, j, stop, by_query, bucket[h], heavy, probes[h], used[h], t)
             if slopes:
                 other = scores, beside, buffers
                 tile.score_block(
@@ -206,6 +213,7 @@ class Pairs(NamedTuple):
     offset: Any  # c_i (heads, n)
     share: Any  # b_j (heads, M), or (heads, 0): 1
     window: Any  # (heads,), -1 is no pair at all; or (0,): all pairs
+    beside: Any = None  # the queries' `content.Near`, whose keys are no pairs within a window; None: there is none
     seen: tuple | None = None  # spans (patterns, n, 2), pattern of each head, and `seers` of the keys; None: all pairs
 
 
@@ -243,4 +251,5 @@ def add_adjoint(problem, purpose, pairs, factor, scale, place, out, *, split=Non
     seen = (nothing, device.empty(0, np.int64), nothing) if pairs.seen is None else pairs.seen
     drivers = _DRIVERS if pairs.seen is None else _SEEN_DRIVERS
     rest = element.type(factor), element.type(scale), split or rows, vectors, place, out, along
-    device.run(None, drivers[purpose][element.type], grid, *pairs[:-1], *seen, *rest)
+    near = (nothing_near(problem, heads) if pairs.beside is None else pairs.beside)[2:]
+    device.run(None, drivers[purpose][element.type], grid, *pairs[:-2], *near, *seen, *rest)

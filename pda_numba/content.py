@@ -165,28 +165,24 @@ def _attend_driver(element):
         total = one if factors[t] == top else zero
         barrier()
         tile.load_rows(acc, out[h], places, factors, lowest, column, t, a)
-        fresh = True
-        for part in range(2):
-            begin = start[h, g] if part == 0 else start[h, heavy]
-            end = start[h, g + 1] if part == 0 else start[h, heavy + 1]
-            if part == 1 and turn > 0:
-                end = begin
-            for j in range(begin, end, keys):
-                where = x[place[h]], row, factor, scores, t, False, k[h], j, end, fresh, t, a, vectors
-                tile.score_tile(memory, registers, *where)
-                fresh = False
-                tile.hide_scores(scores, min(keys, end - j), lowest, t)
-                peak = tile.peak_of(scores, top, t)
-                shrink = weight(top, peak)
-                top = peak
-                barrier()
-                factors[t] = shrink
-                total = total * shrink + tile.weigh(scores, top, t)
-                tile.begin_values(memory, registers, v[h], j, end, column, t, a, vectors & 4)
-                barrier()
-                tile.scale_queries(acc, factors, t, a)
-                tile.add_values(acc, memory, registers, v[h], j, end, column, t, a, vectors & 4)
-        barrier()
+        begin, end = start[h, g], start[h, g + 1]
+        first_heavy = start[h, heavy] if turn == 0 else start[h, heavy + 1]
+        own = (end - begin + keys - 1) // keys
+        for i in range(own + (start[h, heavy + 1] - first_heavy + keys - 1) // keys):
+            j = begin + i * keys if i < own else first_heavy + (i - own) * keys
+            stop = end if i < own else start[h, heavy + 1]
+            where = x[place[h]], row, factor, scores, t, False, k[h], j, stop, i == 0, t, a, vectors
+            tile.score_tile(memory, registers, *where)
+            tile.hide_scores(scores, min(keys, stop - j), lowest, t)
+            peak = tile.peak_of(scores, top, t)
+            shrink = weight(top, peak)
+            top = peak
+            factors[t] = shrink
+            total = total * shrink + tile.weigh(scores, top, t)
+            tile.begin_values(memory, registers, v[h], j, stop, column, t, a, vectors & 4)
+            barrier()
+            tile.scale_queries(acc, factors, t, a)
+            tile.add_values(acc, memory, registers, v[h], j, stop, column, t, a, vectors & 4)
         factors[t] = one / total
         barrier()
         tile.scale_queries(acc, factors, t, a)

@@ -50,7 +50,7 @@ def _gather_run(
         for e in range(member(), cotangent.shape[1], members()):
             cotangent_run[i, e] = cotangent[row, e]
         if member() == 0:
-            lse_run[i] = lse[row] if i < used else np.inf
+            lse_run[i] = lse[row] if i < used else lse.dtype.type(np.inf)
             offset_run[i] = offset[row]
     for j in range(count):
         for d in range(member(), x.shape[1], members()):

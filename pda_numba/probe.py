@@ -120,7 +120,7 @@ def _probe_cpu(x, place, entries, beam, ranges, factor, centres, bias, scores, f
 def _probe_driver(element):
     """One block for RUN rows: a thread has the best of its own row."""
     a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
-    threads = tile.THREADS
+    threads, slots = tile.THREADS, BEAM * tile.THREADS
 
     @cuda_kernel(tile.THREADS, tile.PRODUCT_BLOCKS)
     def probe_cuda(x, place, entries, beam, ranges, factor, centres, bias, vectors, scores, found):
@@ -133,7 +133,7 @@ def _probe_driver(element):
         buffers = cuda.shared.array((rows_of_buffers, columns_at_once), element, alignment=16)
         best = cuda.shared.array((MOST, threads), element)
         centre = cuda.shared.array((MOST, threads), np.int32)
-        nodes = cuda.shared.array(BEAM * tile.THREADS, np.int32)
+        nodes = cuda.shared.array(slots, np.int32)
         product = cuda.local.array(block, element)
         piece = cuda.local.array(piece_size, element)
         left = cuda.local.array(a, element)

@@ -176,7 +176,7 @@ def keep_low_rank(problem, heads, kept, solved, finished, report):
 def _kept_content(device, solved, most):
     """The near field by content, with no more probes than some head uses."""
     near, (heads,) = solved.near, solved.window.shape
-    if not most:
+    if not most or solved.by_bucket is None:
         none = device.empty((heads, 1, 1), np.int32), device.zeros(heads, np.int64)
         return *none, device.empty((heads, 0, 1), np.int32), *(device.empty((heads, 0), np.int64) for _ in range(2)), 0
     n, buckets = near.probes.shape[1], solved.by_bucket.keys.buckets

@@ -299,7 +299,7 @@ def _on_cuda(problem, heads, which, keys, about, gradients, keep):
         device.run(None, _copy_rows_cuda, (n, len(heads)), problem.q, query_place, which, q)
     everything = keys, lse, offset, device.empty((len(heads), 0), element)
     seen = None if problem.spans is None else _seen_pairs(problem, heads, which)
-    pairs = Pairs(q, cotangent, k, v, place, key_place, *everything, device.empty(0, np.int64), seen)
+    pairs = Pairs(q, cotangent, k, v, place, key_place, *everything, device.empty(0, np.int64), seen=seen)
     factor, scale = problem.factor, problem.scale
     add_adjoint(problem, to_keys, pairs, factor, scale, key_place, gradients.k[None])
     add_adjoint(problem, to_values, pairs, factor, 1, key_place, gradients.v[None])

@@ -217,6 +217,22 @@ def calls():
     pda_numba.attention(q, k, v, **fixed)
 
 
+def content_calls():
+    """The near field by content, whose numbers do not matter here: forward and backward, with and without a window."""
+    import numpy as np
+
+    import pda_numba
+    from pda_numba import NearField
+
+    near = NearField(n_probes=2, bucket_size=8), NearField(window=3, n_probes=1, bucket_size=8)
+    for dtype in (np.float32, np.float64, np.float16):
+        q, k, v = (np.ones((2, 300, d), dtype) for d in (8, 8, 4))
+        for choice in near:
+            options = {"rank": 4, "tol": None, "method": "pda", "near": choice, "device": "cuda", "check_finite": False}
+            _, residuals = pda_numba.attention_forward(q, k, v, **options)
+            pda_numba.attention_backward(residuals, np.ones((2, 300, 4), dtype), return_info=True)
+
+
 def decoding_calls():
     """A cache with a model of its past: a token at a time, and several."""
     import ml_dtypes
@@ -251,6 +267,7 @@ def main():
         calls()
         gradient_calls()
         decoding_calls()
+        content_calls()
         masked_calls()
     print(json.dumps(sorted(seen)))
 

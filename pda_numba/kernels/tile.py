@@ -23,7 +23,7 @@ import numpy as np
 from numba.extending import overload
 
 from .._jit import device_body
-from .panel import clipped, in_band, larger, slope, weight
+from .panel import clipped, covered, in_band, larger, slope, weight
 from .scalar import fma, widen
 from .span import sees
 from .team import barrier
@@ -435,13 +435,16 @@ def scale_queries(acc, factors, t, a):
 
 @device_body
 def load_rows(acc, source, rows, factors, lowest, column, t, a):
-    """The rows of `source` that are the queries' into their sums; zero where a factor is not above `lowest`."""
+    """The rows of `source`, finite numbers, into the sums of their queries; zero where a factor is not above `lowest`.
+
+    Columns beyond the last repeat it: nobody writes them.
+    """
+    zero, last = acc.dtype.type(0), source.shape[1] - 1
     for y in range(a):
-        row = np.int64(rows[block_query(y, t, a)])
-        there = factors[block_query(y, t, a)] > lowest
+        i = block_query(y, t, a)
+        row, share = np.int64(rows[i]), zero + (factors[i] > lowest)
         for x in range(a):
-            e = column + block_key(x, t, a)
-            acc[x * a + y] = source[row, e] if there and e < source.shape[1] else acc.dtype.type(0)
+            acc[x * a + y] = load(source, row, min(column + block_key(x, t, a), last)) * share
 
 
 @device_body
@@ -487,6 +490,21 @@ def hide_block(product, lane, row, stop, window, t, a):
         for y in range(a):
             if place >= stop or (window >= 0 and not in_band(lane + block_query(y, t, a), place, window)):
                 product[x * a + y] = product.dtype.type(0)
+
+
+@device_body
+def hide_covered(scores, lane, row, stop, by_query, bucket, heavy, probes, used, t):
+    """No weight for keys that are near to a query by content; lanes are queries and rows keys, or the other way.
+
+    Between barriers: in shared memory, for a loop over probes would keep the registers from being registers.
+    """
+    barrier()
+    for j in range(min(scores.shape[0], stop - row)):
+        query, key = (lane + t, row + j) if by_query else (row + j, lane + t)
+        inside = query < probes.shape[0] and key < bucket.shape[0]
+        if inside and covered(bucket[key, 0], heavy, probes[query], used):
+            store(scores, j, score_place(j, t), scores.dtype.type(0))
+    barrier()
 
 
 @device_body
