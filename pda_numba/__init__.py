@@ -1,5 +1,6 @@
 """Attention over very long sequences for NumPy: linear time, a measured error, no PyTorch."""
 
+from . import theory
 from .api import attention, estimate_error
 from .decode import AttentionCache
 from .gradient import Residuals, attention_backward, attention_forward, attention_vjp
@@ -29,4 +30,5 @@ __all__ = [
     "project",
     "projection_matrix",
     "projection_pair",
+    "theory",
 ]
