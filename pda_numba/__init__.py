@@ -8,6 +8,7 @@ from .info import AccuracyWarning, AttentionInfo, DecodeInfo, ErrorEstimate, Gra
 from .plan import Plan, plan
 from .prefill import prefill
 from .project import project, projection_matrix, projection_pair
+from .spectrum import Spectrum, spectrum
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "GradientInfo",
     "Plan",
     "Residuals",
+    "Spectrum",
     "attention",
     "attention_backward",
     "attention_forward",
@@ -30,5 +32,6 @@ __all__ = [
     "project",
     "projection_matrix",
     "projection_pair",
+    "spectrum",
     "theory",
 ]
