@@ -3,6 +3,7 @@
 from . import theory
 from .api import attention, estimate_error
 from .decode import AttentionCache
+from .factors import AttentionFactors, factorize
 from .gradient import Residuals, attention_backward, attention_forward, attention_vjp
 from .info import AccuracyWarning, AttentionInfo, DecodeInfo, ErrorEstimate, GradientInfo
 from .plan import Plan, plan
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccuracyWarning",
     "AttentionCache",
+    "AttentionFactors",
     "AttentionInfo",
     "DecodeInfo",
     "ErrorEstimate",
@@ -27,6 +29,7 @@ __all__ = [
     "attention_forward",
     "attention_vjp",
     "estimate_error",
+    "factorize",
     "plan",
     "prefill",
     "project",

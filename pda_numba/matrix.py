@@ -41,10 +41,11 @@ class Softmax:
     `seen` is what every query sees and what every key is seen by (`queries_of_keys`), None for all.
     """
 
-    def __init__(self, device, q, k, scale, seed, seen=None):
+    def __init__(self, device, q, k, scale, seed, seen: Any = None):
         self.device, self.scale, self.seed = device, scale, seed
         self.shape = q.shape[1], k.shape[1]
-        self.spans, self.back = (None, None) if seen is None else seen
+        self.spans: Any = None if seen is None else seen[0]
+        self.back: Any = None if seen is None else seen[1]
         self.host = q, k
         self.q, self.k = device.hold(q), device.hold(k)
         self.extended: Any = None

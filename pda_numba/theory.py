@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import _validate, plan
+from . import _validate
+from .plan import exact_flops, pda_flops
 
 _BOUNDS = ("paper", "sharp")
 
@@ -464,7 +465,7 @@ def cost(n_queries, n_keys, head_dim, value_dim, proj_dim, rank, *, itemsize=2):
         factors=float(size * r * (n + m)),
         output=float(size * n * e),
     )
-    return Cost(published, counted, plan.pda_flops(n, m, d, e, r), plan.exact_flops(n, m, d, e))
+    return Cost(published, counted, pda_flops(n, m, d, e, r), exact_flops(n, m, d, e))
 
 
 def _nonnegative(name, value):
