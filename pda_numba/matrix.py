@@ -187,7 +187,8 @@ def _gpu(problem):
 def _widened(given, flat, element, device):
     """The heads (all, tokens, dim) as a contiguous NumPy array in the arithmetic's dtype."""
     if isinstance(given, np.ndarray):
-        return np.ascontiguousarray(given, element).reshape(flat.shape)
+        # What was flattened can be written to, as far as kernels know; they are compiled for such arrays alone.
+        return np.ascontiguousarray(flat if given.dtype == element else given.astype(element).reshape(flat.shape))
     out = device.empty(flat.shape, element)
     for i in range(len(flat.pointers)):
         device.widen(flat.local(i), i * flat.size, out)

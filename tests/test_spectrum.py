@@ -9,7 +9,7 @@ import pytest
 import pda_numba
 from pda_numba import spectrum, theory
 from pda_numba.device import CPU
-from pda_numba.matrix import Softmax, queries_of_keys
+from pda_numba.matrix import Softmax, heads_of, queries_of_keys
 from pda_numba.orthonormal import orthonormal
 from pda_numba.spectrum import Spectrum
 
@@ -175,6 +175,14 @@ def test_other_dtypes_and_strides(name):
     s = np.linalg.svd(naive.softmax(naive.logits(q[0], k[0], 0.3)), compute_uv=False)
     np.testing.assert_allclose(found.singular_values, np.stack([s[:8]] * 2), rtol=1e-3)
     assert found.dtype == ("float64" if name == "float64" else "float32")
+
+
+def test_read_only_arrays_are_not_compiled_for(rng):
+    q, k = (rng.standard_normal((2, 9, 3)).astype(np.float32) for _ in range(2))
+    q.flags.writeable = k.flags.writeable = False
+    with heads_of(q, k, None, 0, "cpu", True) as heads:
+        assert heads.problem.q.flags.writeable
+        assert heads.problem.k.flags.writeable
 
 
 def test_seeds_and_text():
