@@ -35,7 +35,7 @@ from .holdout import EXACT, hold_out
 from .info import Clock, _table
 from .matrix import Softmax, heads_of
 from .orthonormal import orthonormal
-from .plan import ROWS_PER_RANK, head_workspace
+from .plan import ROWS_PER_RANK, head_workspace, pda_flops
 from .problem import Problem
 from .reach import reach
 from .results import COLUMNS, ERROR, LIMIT, HeadResult
@@ -311,7 +311,11 @@ def factorize(q, k, *, rank, scale=None, n_rows=128, seed=0, device="auto", chec
     """
     rank = _validate.whole("rank", rank, 1)
     n_rows = _validate.whole("n_rows", n_rows, 1)
-    with heads_of(q, k, scale, seed, device, check_finite, columns=ROWS_PER_RANK * rank) as heads:
+
+    def flops(n, m, d):  # the fit, and two passes over up to six rows for each rank, with as many columns
+        return pda_flops(n, m, d, _VALUES, rank) + 12 * rank * m * (2 * d + 3 * rank)
+
+    with heads_of(q, k, scale, seed, device, check_finite, flops) as heads:
         n, m = heads.problem.shape[:2]
         _validate.whole("rank", rank, 1, min(n, m), high_name=f"the smaller of N and M, {min(n, m)}")
         announce_slow_compilation()
@@ -327,7 +331,8 @@ def factorize(q, k, *, rank, scale=None, n_rows=128, seed=0, device="auto", chec
         )
         short = min(n, m) <= ROWS_PER_RANK * rank
         fill = _fill_short if short else _fill_fitted
-        fill(heads, rank, n_rows, found)
+        if count:
+            fill(heads, rank, n_rows, found)
     shaped: dict[str, Any] = {name: x.reshape((*heads.lead, *x.shape[1:])) for name, x in vars(found).items()}
     return AttentionFactors(**shaped)
 

@@ -26,7 +26,6 @@ from .call import gpu_of, on_host
 from .device import CPU, Cuda, estimated_seconds, on_gpu, open_stream, resolve_device
 from .kernels.scalar import LOG2_E
 from .mask import check as check_mask
-from .plan import exact_flops
 from .problem import Problem
 from .rows import rows
 from .scan import find_ranges
@@ -148,8 +147,8 @@ class Heads:
 
 
 @contextlib.contextmanager
-def heads_of(q, k, scale, seed, device, check_finite, masks=_NO_MASK, passes=2, columns=1):
-    """The `Heads` of a call on q and k; `passes` over `columns` columns are what it costs.
+def heads_of(q, k, scale, seed, device, check_finite, flops, masks=_NO_MASK):
+    """The `Heads` of a call on q and k; `flops(n, m, d)` is what a head costs.
 
     `masks` are the caller's causal, query_lengths, key_lengths, key_mask and cu_seqlens.
     """
@@ -158,8 +157,8 @@ def heads_of(q, k, scale, seed, device, check_finite, masks=_NO_MASK, passes=2, 
     n, m, d = problem.shape[:3]
     mask = check_mask((*masks, None), lead, n, m)
     element = problem.element
-    flops = passes * len(problem.query_head) * exact_flops(n, m, d, columns)
-    seconds = estimated_seconds(flops, "exact", element.itemsize, passes * (n + m) * columns * element.itemsize)
+    work = flops(n, m, d) * len(problem.query_head)
+    seconds = estimated_seconds(work, "exact", element.itemsize, 2 * (n + m) * d * element.itemsize)
     seconds = None if 0 in (n, len(problem.query_head)) else seconds
     device, reason = resolve_device(device, on_gpu=not on_host(problem), seconds=seconds)
     given = q, k

@@ -25,6 +25,7 @@ from . import _validate
 from .info import _table
 from .matrix import heads_of
 from .orthonormal import orthonormal
+from .plan import exact_flops
 
 # Below this share of |A|_F^2 what the singular values leave of it is taken from the leave-one-out estimate, not from
 # the difference of two nearly equal numbers: float32 knows each to about 1e-6.
@@ -192,8 +193,11 @@ def spectrum(
     n_oversamples = _validate.whole("n_oversamples", n_oversamples, 0)
     n_iter = _validate.whole("n_iter", n_iter, 0)
     masks = causal, query_lengths, key_lengths, key_mask, cu_seqlens
-    task = q, k, scale, seed, device, check_finite, masks
-    with heads_of(*task, passes=2 * n_iter + 3, columns=rank + n_oversamples) as heads:
+
+    def flops(n, m, d):
+        return (2 * n_iter + 3) * exact_flops(n, m, d, rank + n_oversamples)
+
+    with heads_of(q, k, scale, seed, device, check_finite, flops, masks) as heads:
         n, m = heads.problem.shape[:2]
         _validate.whole("rank", rank, 1, min(n, m), high_name=f"the smaller of N and M, {min(n, m)}")
         count = min(rank + n_oversamples, n, m)

@@ -149,6 +149,12 @@ def test_heads():
         assert 0.7 * true <= found.error[b, h] <= 1.4 * true
 
 
+def test_no_heads():
+    found = factorize(np.zeros((0, 90, 4), np.float32), np.zeros((0, 80, 4), np.float32), rank=2)
+    assert found.left.shape == (0, 90, 2)
+    assert found.apply(np.zeros((0, 80, 3), np.float32)).shape == (0, 90, 3)
+
+
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
 def test_other_dtypes(name):
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if name == "bfloat16" else np.dtype(name)

@@ -180,7 +180,7 @@ def test_other_dtypes_and_strides(name):
 def test_read_only_arrays_are_not_compiled_for(rng):
     q, k = (rng.standard_normal((2, 9, 3)).astype(np.float32) for _ in range(2))
     q.flags.writeable = k.flags.writeable = False
-    with heads_of(q, k, None, 0, "cpu", True) as heads:
+    with heads_of(q, k, None, 0, "cpu", True, lambda *sizes: 1.0) as heads:
         assert heads.problem.q.flags.writeable
         assert heads.problem.k.flags.writeable
 
