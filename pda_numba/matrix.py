@@ -152,6 +152,7 @@ def heads_of(q, k, scale, seed, device, check_finite, flops, masks=_NO_MASK):
 
     `masks` are the caller's causal, query_lengths, key_lengths, key_mask and cu_seqlens.
     """
+    _check_shapes(_validate.any_array("q", q).shape, _validate.any_array("k", k).shape)
     problem, lead, dtype = _validate.build_problem(q, k, k, scale, seed, accept=_validate.any_array)
     check_finite = _validate.flag("check_finite", check_finite)
     n, m, d = problem.shape[:3]
@@ -173,6 +174,14 @@ def heads_of(q, k, scale, seed, device, check_finite, flops, masks=_NO_MASK):
             k = np.where(seen[:, :, None] != 0, k, element.type(0))
             problem = dataclasses.replace(problem, k=k, v=k)
         yield Heads(problem, lead, element, mask, home, reason)
+
+
+def _check_shapes(q, k):
+    """What would otherwise be said of values too."""
+    if len(q) != len(k):
+        raise ValueError(f"q and k must have the same number of axes, got shapes {q} and {k}")
+    if k[-2] == 0:
+        raise ValueError(f"k must hold at least one key, got shape {k}: softmax over no keys is undefined")
 
 
 def _gpu(problem):
