@@ -339,8 +339,13 @@ def judge(problem, heads, held, truth, out, norm, state, fitted, reach, live, re
     squares = device.empty((*held.rows.shape, 3), np.float64)
     lists = device.upload(np.asarray(heads)), held.rows, held.count
     device.run(_compare_cpu, _compare_cuda, held.rows.shape[::-1], *lists, truth, out, squares)
+    judge_squares(device, held, squares, norm, state, fitted, reach, live, report, replaced=replaced)
+
+
+def judge_squares(device, held, squares, norm, state, fitted, reach, live, report, *, replaced):
+    """The same from `squares (heads, most, 3)`: |out_i - o_i|^2, |o_i|^2 and |out_i|^2 of the rows held out."""
     parts = held.count, held.chance, held.pi, held.scales, held.uniform_pi, squares, norm, state
-    device.run(_judge_cpu, _judge_cuda, (len(heads),), live, *parts, *fitted, reach, replaced, report)
+    device.run(_judge_cpu, _judge_cuda, (squares.shape[0],), live, *parts, *fitted, reach, replaced, report)
 
 
 def judge_output(problem, heads, out, n_rows, leverage=None):

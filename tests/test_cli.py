@@ -26,7 +26,11 @@ def files(tmp_path, monkeypatch):
 
 
 def test_help_and_version():
-    for arguments in (["--help"], ["-h"], *([name, "-h"] for name in ("demo", "run", "check", "plan", "info"))):
+    for arguments in (
+        ["--help"],
+        ["-h"],
+        *([name, "-h"] for name in ("demo", "run", "check", "spectrum", "plan", "info")),
+    ):
         result = call(*arguments)
         assert result.exit_code == 0
         assert "Usage:" in result.output

@@ -1,11 +1,11 @@
-"""The commands that report: check, plan, info and demo."""
+"""The commands that report: check, spectrum, plan, info and demo."""
 
 import dataclasses
 import importlib.util
 
 import numpy as np
 import pytest
-from command import D, E, N, assert_fails, call, left_over, run, write_arrays
+from command import D, E, M, N, assert_fails, call, left_over, load, run, write_arrays
 
 import pda_numba
 from pda_numba.cli import check as check_room
@@ -93,6 +93,66 @@ def test_info():
     assert result.exit_code == 0
     for word in (pda_numba.__version__, np.__version__, "llvmlite", "threading layer", "kernel cache", "devices"):
         assert word in result.output
+
+
+# --- spectrum ---
+
+
+def test_spectrum(files):
+    result = call("spectrum", "q.npy", "k.npy", "--rank", 5)
+    assert result.exit_code == 0, result.output
+    q, k, _ = load()
+    found = pda_numba.spectrum(q, k, rank=5)
+    lines = result.output.splitlines()
+    for h in (0, 1):
+        line = next(x.split() for x in lines if x.startswith(f"{h} ") or x.strip().startswith(f"{h} "))
+        assert line[1:3] == [f"{x:.3g}" for x in found.singular_values[h, [0, -1]]]
+        assert line[3:5] == [f"{x:.4g}" for x in (found.nuclear_norm[h], found.frobenius_norm[h])]
+        assert result.output.count("> 5") >= 2  # the rank that an error of 3 % takes
+    assert f"{N} queries, {M} keys, 2 power iterations" in result.output
+    assert max(map(len, lines[:6])) <= 80
+
+
+def test_spectrum_passes_every_choice_on(files, monkeypatch):
+    seen = {}
+    real = pda_numba.spectrum
+
+    def spectrum(q, k, **options):
+        seen.update(options)
+        return real(q, k, rank=2)
+
+    monkeypatch.setattr(pda_numba, "spectrum", spectrum)
+    choices = "--rank 3 --n-iter 1 --causal --scale 2 --device cpu --seed 7 --no-check-finite"
+    result = call("spectrum", "q.npy", "k.npy", *choices.split())
+    assert result.exit_code == 0, result.output
+    expected = {"rank": 3, "n_iter": 1, "causal": True, "scale": 2.0, "device": "cpu", "seed": 7, "check_finite": False}
+    assert seen == expected
+    call("spectrum", "q.npy", "k.npy")
+    assert seen["rank"] == 64
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_spectrum_picture(files, kind):
+    pytest.importorskip("matplotlib")
+    (files / f"picture.{kind}").write_text("of before")
+    result = call("spectrum", "q.npy", "k.npy", "--rank", 4, "--plot", f"picture.{kind}")
+    assert result.exit_code == 0, result.output
+    assert f"Picture: picture.{kind}" in result.output
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind]
+    assert (files / f"picture.{kind}").read_bytes().startswith(start)
+    assert left_over(files) == []
+
+
+def test_spectrum_of_bad_input(files, monkeypatch):
+    assert_fails(call("spectrum", "q.npy", "none.npy"), 2, "K file 'none.npy' cannot be read")
+    assert_fails(call("spectrum", "q.npy", "v.npy"), 2, "q and k must have the same last axis")
+    assert_fails(call("spectrum", "q.npy", "k.npy", "--rank", 1000), 2, "rank must be between 1 and the smaller of")
+    assert_fails(call("spectrum", "q.npy", "k.npy", "--plot", "x.gif"), 2, "--plot must end in .png, .svg, .pdf")
+    pytest.importorskip("matplotlib")
+    assert_fails(call("spectrum", "q.npy", "k.npy", "--plot", "nowhere/x.png"), 2, "--plot")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a))
+    assert_fails(call("spectrum", "q.npy", "k.npy", "--plot", "x.png"), 2, "pip install matplotlib")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,14 @@ def test_other_examples(name):
     module = importlib.import_module(name)
     assert module.__doc__, name
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("page", ["spectrum"])
+def test_pages(page):
+    path = Path(__file__).parent.parent / "docs" / f"{page}.rst"
+    result = doctest.testfile(str(path), module_relative=False)
+    assert result.attempted >= 10
+    assert result.failed == 0
 
 
 @pytest.mark.parametrize("name", pda_numba.__all__)

@@ -209,6 +209,30 @@ def _check_table(found):
     return text.table("Claimed and true error", columns, rows)
 
 
+# --- spectrum ---
+
+
+@main.command()
+@click.argument("q_file", metavar="Q.npy")
+@click.argument("k_file", metavar="K.npy")
+@click.option("--rank", type=int, metavar="R", help="How many singular values.  [default: 64, or fewer tokens]")
+@click.option("--n-iter", type=int, metavar="I", default=2, show_default=True, help="Power iterations.")
+@click.option("--causal", is_flag=True, help="Query i sees the keys up to i + M - N alone.")
+@options.on_matrix
+@click.option("--plot", metavar="PICTURE", help="Picture to write or replace (png, svg, pdf).")
+@options.debug
+def spectrum(q_file, k_file, plot, no_check_finite, device, **choices):
+    """Singular values of exact attention: how low the rank of each head is.
+
+    In quadratic time, from the queries in Q.npy and the keys in K.npy.
+    """
+    from . import spectrum as work
+
+    q, k = files.read(q_file, "Q"), files.read(k_file, "K")
+    _check_device(device)
+    work.run(q, k, plot, device=device, check_finite=not no_check_finite, **choices)
+
+
 # --- plan ---
 
 

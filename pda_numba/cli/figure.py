@@ -1,4 +1,8 @@
-"""The demo's picture: on the left what was claimed against what is true, on the right time against length."""
+"""Pictures.
+
+The demo's: on the left what was claimed against what is true, on the right time against length. And that of a spectrum:
+singular values, and what is left of the matrix behind them.
+"""
 
 from typing import Any
 
@@ -35,6 +39,29 @@ def draw(by_tol, by_rank, lengths, tol, path, kind):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
         _errors(left, by_tol, by_rank, tol)
         _times(right, lengths)
+        figure.savefig(path, format=kind, dpi=150, facecolor="white")
+        plt.close(figure)
+
+
+def draw_spectrum(found, path, kind):
+    """Write the picture of a `Spectrum`, a line for each head."""
+    with plt.rc_context(_STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+        heads = list(np.ndindex(found.error.shape))
+        colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, max(len(heads), 1)))
+        for head, colour in zip(heads, colours, strict=False):
+            values, tail = found.singular_values[head], found.tail[head]
+            name = "head " + " ".join(map(str, head)) if head else None
+            left.plot(np.arange(1, len(values) + 1), np.where(values > 0, values, np.nan), color=colour, lw=2)
+            right.plot(np.arange(len(tail)), np.where(tail > 0, tail, np.nan), color=colour, lw=2, label=name)
+        left.set(yscale="log", xlabel="index", ylabel="singular value")
+        left.set_title("Singular values of exact attention")
+        right.set(yscale="log", xlabel="rank", ylabel="relative Frobenius error")
+        right.set_title("The best approximation of each rank")
+        for axes in (left, right):
+            axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.8)
+        if 1 < len(heads) <= 12:
+            right.legend(loc="best", ncols=2)
         figure.savefig(path, format=kind, dpi=150, facecolor="white")
         plt.close(figure)
 

@@ -82,6 +82,9 @@ _RUN_ONLY = [
         show_default=True,
         help="Kind of the projection, with --proj-dim.",
     ),
+]
+
+_ON_MATRIX = [
     click.option("--scale", type=float, metavar="X", help="Factor on the logits.  [default: 1/sqrt(D)]"),
     device,
     click.option(
@@ -99,7 +102,8 @@ def _with(options):
 
 
 planned = _with(_PLANNED)
-full = _with(_PLANNED + _RUN_ONLY)
+full = _with(_PLANNED + _RUN_ONLY + _ON_MATRIX)
+on_matrix = _with(_ON_MATRIX)
 
 
 def for_attention(rank, tol, window, proj_dim, method, projection, scale, device, seed, no_check_finite):
