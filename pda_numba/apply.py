@@ -14,6 +14,7 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from .content import nothing
 from .core import LEVERAGE_COLUMNS
 from .kernels import tile
 from .kernels.panel import (
@@ -444,16 +445,17 @@ def _panel_rows(problem, starts):
     return which
 
 
-def apply(problem, heads, starts, landmarks, table, rank, window, basis, near, bounds, out=None, lse=None):
+def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds, out=None, lse=None, near=None):
     """Low rank plus near field for the panels of PANEL queries that begin at `starts (heads, panels)`.
 
     Fills `out (all heads, N, E)` at `heads` if given; returns each row's leverage and |out_i|^2, both
     (heads, panels * PANEL), the leverage infinite where the normaliser is not positive. `window (heads,)` is -1 where a
-    head has no band of near keys, `near` is the queries' `content.Near`; a head of rank 0 is left out. Without `out`,
-    `table` holds only the columns from the normaliser's on. `lse (heads, N)`, if given, receives log2 of each row's
-    normaliser, infinite if not positive.
+    head has no band of near keys, `near` the queries' `content.Near`, if they have one; a head of rank 0 is left out.
+    Without `out`, `table` holds only the columns from the normaliser's on. `lse (heads, N)`, if given, receives log2 of
+    each row's normaliser, infinite if not positive.
     """
     check_padding(landmarks, table, basis)
+    near = nothing(problem, len(heads)) if near is None else near
     device, element = problem.device, problem.element
     values = 0 if out is None else out.shape[2]
     leverage, norm = (device.zeros((len(heads), starts.shape[1] * PANEL), element) for _ in range(2))

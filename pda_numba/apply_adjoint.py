@@ -25,6 +25,7 @@ from numba import prange
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .adjoint_tiles import Pairs, add_adjoint, to_keys, to_queries, to_values
 from .apply import apply_on_gpu, mask_covered
+from .content import nothing
 from .kernels import tile
 from .kernels.panel import (
     add_outer,
@@ -489,10 +490,10 @@ def _gather_ranges_cuda(sums, first, out):
 # --- stage ---
 
 
-def apply_adjoint(problem, heads, model, bounds, cotangent, slot, held, gradients, whole=None):
+def apply_adjoint(problem, heads, model, bounds, cotangent, slot, held, gradients, whole=None, near=None):
     """Add to `gradients` what the rows owe whose output is the fit's, and say what they owe to the fit.
 
-    `model` is (landmarks, table, rank, window, basis, near), as `apply` takes them; `cotangent (all heads, N, E)`;
+    `model` is (landmarks, table, rank, window, basis), as `apply` takes it and `near`; `cotangent (all heads, N, E)`;
     `slot (heads, N)` is 0 for these rows, else 1 + the row's place in a list of exact rows; `held` is the range of
     places whose rows were held out. `whole`, if the output is a part of another, is that one's lse and g . out, both
     (heads, N). No two of the heads may share queries or keys.
@@ -503,6 +504,7 @@ def apply_adjoint(problem, heads, model, bounds, cotangent, slot, held, gradient
     to that.
     """
     run = _on_cpu if problem.device.name == "cpu" else _on_cuda
+    model = *model, nothing(problem, len(heads)) if near is None else near
     if whole is None:
         whole = (problem.device.empty((len(heads), 0), problem.element),) * 2
     return run(problem, heads, model, bounds, cotangent, slot, held, gradients, whole)
@@ -525,8 +527,8 @@ def _on_cpu(problem, heads, model, bounds, cotangent, slot, held, gradients, who
     tables = _whole_blocks(basis), _whole_blocks(landmarks), _whole_blocks(table[:, :, :e]), den
     rest = problem.factor, *tables, rank, window, *near, *bounds, held[0]
     rows_beside = n if near.out.shape[1] else 0
-    about = np.full((len(heads), rows_beside), np.inf, element), np.zeros((len(heads), rows_beside), element)
-    about = *about, np.zeros((len(heads), rows_beside, e), element)
+    size_beside = len(heads), rows_beside
+    about = np.full(size_beside, np.inf, element), np.zeros(size_beside, element), np.zeros((*size_beside, e), element)
     squares = np.zeros((len(heads), ranges))
     written = *gradients, guess, squares, d_landmarks, d_table, d_den, *about
     phases = 2 if widest else 1

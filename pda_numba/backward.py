@@ -186,11 +186,11 @@ def _exact(problem, part, given, gradients, measure):
 def _low_rank(problem, part, bounds, given, gradients, measure, whole):
     device, heads, fitted = problem.device, part.heads, part.weight.shape[1]
     keys, near = content.again(problem, heads, part)
-    model = part.landmarks, part.table, part.found, part.window, part.basis, near
+    model = part.landmarks, part.table, part.found, part.window, part.basis
     apart = gradients
     if keys is not None and measure:  # the queries' gradients in an account of their own
         apart = gradients._replace(q=device.zeros(gradients.q.shape, problem.element))
-    task = bounds, given, part.slot, part.held, apart, whole
+    task = bounds, given, part.slot, part.held, apart, whole, near
     d_landmarks, d_table, *seen, about = apply_adjoint(problem, heads, model, *task)
     sums = keys and _near_keys(problem, part, keys, near, about, apart, seen if measure else None)
     if apart is not gradients:
@@ -201,12 +201,12 @@ def _low_rank(problem, part, bounds, given, gradients, measure, whole):
     target = target.reshape(*which.shape, target.shape[3])
     fit = which, lse, target, part.weight, part.ridge, (part.landmarks, part.found, part.basis)
     d_target, d_lse, d_queries = fit_adjoint(problem, heads, *fit, d_landmarks, d_table)
-    near_adjoint(problem, heads, which, lse, part.window, sampled, d_target, d_lse, d_queries, gradients)
+    near_adjoint(problem, heads, which, lse, part.window, d_target, d_lse, d_queries, gradients, sampled)
     if sums:
         x, own = gather_rows(problem, problem.q, problem.query_heads(heads), which), _every(device, heads)
-        owed = owed_by_targets(problem, sampled, lse, d_target, d_lse)
+        offset, cotangent = owed_by_targets(problem, sampled, lse, d_target, d_lse)
         d_near = device.zeros(x.shape, problem.element)
-        content_adjoint(problem, x, own, keys, sampled, lse, *owed, own, d_near, sums)
+        content_adjoint(problem, x, own, keys, sampled, lse, offset, cotangent, own, d_near, sums)
         scatter_rows(device, problem.query_heads(heads), which, d_near, gradients.q)
         for total, out in zip(sums, gradients[1:], strict=True):
             scatter_rows(device, problem.key_heads(heads), part.order, total, out, distinct=True)

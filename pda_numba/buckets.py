@@ -476,7 +476,8 @@ def probes(problem, x, place, buckets, count):
     for level in buckets.levels:
         beam, order = found, list_groups(device, found, 0, nodes, unit=1).entries
         scores, found = nothing_found(device, element, heads, n, count if level is buckets.levels[-1] else _BEAM)
-        probe(device, x, place, problem.factor, order, beam, *level, scores, found)
+        where = level.ranges, level.centres, level.bias
+        probe(device, x, place, problem.factor, order, beam, *where, scores, found)
         nodes = level.bias.shape[1]
     last = buckets.levels[-1]
     probe(device, x, place, problem.factor, order, root, buckets.singles, last.centres, last.bias, scores, found)

@@ -276,7 +276,9 @@ def plain(problem, source, place):
 def by_bucket(problem, heads, pool, wished):
     """The heads' keys by bucket; `pool` are the columns of keys on the pilot rows, which keys, and how many."""
     place = problem.key_heads(heads)
-    found = build(problem, *plain(problem, problem.k, place), *pool, wished)
+    columns, keys, size = pool
+    k, own = plain(problem, problem.k, place)
+    found = build(problem, k, own, columns, keys, size, wished)
     return ByBucket(sort_keys(problem, place, found))
 
 

@@ -34,6 +34,7 @@ from ._jit import announce_slow_compilation
 from .holdout import EXACT, hold_out
 from .info import Clock, _table
 from .matrix import Softmax, heads_of
+from .options import options
 from .orthonormal import orthonormal
 from .plan import ROWS_PER_RANK, head_workspace, pda_flops
 from .problem import Problem
@@ -373,7 +374,7 @@ def _fill_fitted(heads, rank, n_rows, found):
     """By the fit, as many heads at a time as share the workspace."""
     p, device = heads.problem, heads.device
     n, m, d = p.shape[:3]
-    options = _validate.options(rank, None, 0, None, "pda", n=n, m=m, d=d)
+    wished = options(rank, None, 0, "auto", None, "pda", n=n, m=m, d=d)
     memory = head_workspace(n, m, d, _VALUES, rank, heads.dtype.itemsize) + 8 * (n + m) * (2 * rank + d)
     size = max(1, int(device.group_bytes // memory))
     values = np.stack([np.random.default_rng([p.seed, h]).standard_normal((m, _VALUES)) for h in range(len(p.k))])
@@ -381,16 +382,16 @@ def _fill_fitted(heads, rank, n_rows, found):
     problem = Problem(q, k, v, p.query_head, p.key_head, heads.dtype, p.scale, p.seed, device)
     for first in range(0, len(p.query_head), size):
         group = np.arange(first, min(first + size, len(p.query_head)))
-        _fit_group(p, problem, group, options, n_rows, found)
+        _fit_group(p, problem, group, wished, n_rows, found)
         device.recycle()
 
 
-def _fit_group(host, problem, group, options, n_rows, found):
+def _fit_group(host, problem, group, wished, n_rows, found):
     """The factors of some heads; `host` is the same problem with its arrays on the host."""
-    device, rank = problem.device, options.rank
+    device, rank = problem.device, wished.rank
     results, clock = {h: HeadResult() for h in group}, Clock()
     sample = uniform_part(problem, group, None, rank, results, clock)
-    solved = solve(problem, group, sample, options, rank, results, clock, slope=False)
+    solved = solve(problem, group, sample, wished, rank, results, clock, slope=False)
     chosen, lse = solved.sample.rows, solved.sample.lse
     task = chosen, lse, solved.weight, solved.ridge, solved.tiles, solved.found
     chosen, lse, weight, ridge, tiles, landmarks = (np.array(device.download(x)) for x in task)

@@ -279,9 +279,9 @@ def finish(problem, heads, solved, rank, hope, ranges, out, clock, beside=None, 
         return report, None
     with clock.stage("apply"):
         starts = device.repeat(device.upload(np.arange(0, n, plan.PANEL)[None]), len(heads))
-        model = solved.tiles, solved.table, worth, solved.window, solved.basis, solved.near
+        model = solved.tiles, solved.table, worth, solved.window, solved.basis
         lse = None if beside is None else beside.lse
-        leverage, norm = apply(problem, heads, starts, *model, (ranges.low, ranges.high), out, lse)
+        leverage, norm = apply(problem, heads, starts, *model, (ranges.low, ranges.high), out, lse, solved.near)
     step = _Pass(problem, heads, worth, out, norm, device.zeros((len(heads), n), np.int32), report, beside)
     sample = solved.sample
     fitted = certify.Fitted(sample.rows, solved.row_error, solved.row_leverage)

@@ -13,6 +13,7 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from .content import nothing
 from .kernels.panel import TILE, covered
 from .kernels.scalar import LOG2_E, exp2, fma, widen
 from .kernels.score import place_query, score_keys
@@ -146,14 +147,14 @@ def _near_cuda(
 # --- stage ---
 
 
-def near_adjoint(problem, heads, which, lse, window, near, d_target, d_lse, d_queries, gradients):
+def near_adjoint(problem, heads, which, lse, window, d_target, d_lse, d_queries, gradients, near=None):
     """Add what the rows `which (heads, n)` owe to their band of keys, to the gradients of keys and values.
 
     What they owe to their lse and to their own queries is added to `d_lse (heads, n)` and `d_queries (heads, n, D)`.
 
-    `d_target` is (heads, n, E + 1), `near` the rows' `content.Near`.
+    `d_target` is (heads, n, E + 1), `near` the rows' `content.Near`, if they have one.
     """
-    device = problem.device
+    device, near = problem.device, nothing(problem, len(heads)) if near is None else near
     room = device.empty((len(heads), 3, max(problem.shape[2], TILE)), problem.element)
     slopes = device.empty((len(heads), TILE), problem.element)
     task = which, problem.factor, lse, window, *near[2:], d_target, room, slopes, d_lse

@@ -7,7 +7,8 @@ uniform rows with the leading landmarks, times what the near field makes a head 
 leverage by which the other rows are drawn.
 
 A near field by content is tried where single keys matter: where the mean over the uniform rows of their largest weight
-says that as many keys as its smallest choice holds may have a part in the output.
+says that as many keys as its smallest choice holds may have a part in the output. Where only few queries have keys of
+their own (needles), no uniform row may be one of them: the rows drawn by leverage tell, and then choose once more.
 """
 
 import math
@@ -20,6 +21,7 @@ from . import content, draw, landmarks, plan
 from ._jit import cuda, cuda_kernel, serial_kernel, shared
 from .apply import apply
 from .core import LEVERAGE_COLUMNS, fit
+from .kernels.scalar import exp2
 from .kernels.simd import padded
 from .kernels.team import member, members, team_sum
 from .near import targets
@@ -40,6 +42,8 @@ TRIAL_RANK = 64  # leading landmarks of the trial fits
 _WIDER = (
     1.1  # a wider window must lower the error by this factor: it costs time, and more landmarks help without it too
 )
+# Least share of queries, by the weights of all rows, that give one tile of keys at least so much of their attention.
+_RARE, _ONE_TILE = 1e-3, 0.25
 _PEAKED = 0.25  # least product of the mean largest weight with the keys of a small content near field that is tried
 _LEAST_ERROR = 1e-300
 LEAST_BUCKETS = 16  # with fewer buckets of keys there is no near field by content
@@ -85,6 +89,21 @@ def _peak(columns, size):
 
 
 @shared
+def _rare(masses, lse, pi, n):
+    """The share of the n queries that give so much of their attention to one tile of keys, from rows drawn with
+    probabilities pi (Horvitz and Thompson 1952). By a team.
+    """
+    some = 0.0
+    for i in range(member(), masses.shape[0], members()):
+        largest = masses[i, 0]
+        for t in range(masses.shape[1]):
+            largest = max(largest, masses[i, t])
+        if pi[i] > 0 and exp2(largest - lse[i]) >= _ONE_TILE:
+            some += 1.0 / (pi[i] * n)
+    return team_sum(some)
+
+
+@shared
 def _fall(h, half, full, slope):
     """log2 of the fall of the error from half the rank."""
     slope[h] = math.log2(max(half[h, 0], _LEAST_ERROR) / max(full[h, 0], _LEAST_ERROR))
@@ -119,6 +138,12 @@ def _peak_cpu(columns, size, peak):
 
 
 @serial_kernel
+def _rare_cpu(masses, lse, pi, n, share):
+    for h in range(len(share)):
+        share[h] = _rare(masses[h], lse[h], pi[h], n)
+
+
+@serial_kernel
 def _fall_cpu(half, full, slope):
     for h in range(len(slope)):
         _fall(h, half, full, slope)
@@ -149,6 +174,12 @@ def _choose_trial_cuda(loo, fields, costs, tile, table, window, probes, temperat
 def _peak_cuda(columns, size, peak):
     h = cuda.blockIdx.x
     peak[h] = _peak(columns[h], size[h])
+
+
+@cuda_kernel(128)
+def _rare_cuda(masses, lse, pi, n, share):
+    h = cuda.blockIdx.x
+    share[h] = _rare(masses[h], lse[h], pi[h], n)
 
 
 @cuda_kernel(32)
@@ -234,10 +265,9 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
     if by_bucket is None and _may_pay(problem, options.near, pool):
         with clock.stage("buckets"):
             by_bucket = content.by_bucket(problem, heads, pool, options.near)
-    if by_bucket is None:
-        fields = [(w, p) for w, p in fields if not p] or [(w, 0) for w in options.near.windows]
     with clock.stage("landmarks"):
-        keys, found = landmarks.choose(problem, heads, *pool, rank)
+        columns, keys_of_pool, size = pool
+        keys, found = landmarks.choose(problem, heads, columns, keys_of_pool, size, rank)
         centres, mean = landmarks.refine(problem, heads, keys, found, landmarks.REFINE_FACTOR * rank)
         tiles = landmarks.shrink(problem, heads, centres, mean, TEMPERATURES)
         if project_landmarks is not None:
@@ -245,11 +275,21 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
     with clock.stage("fit"):
         trial_rank, half_rank = (device.empty((count,), np.int64) for _ in range(2))
         device.run(_halve_cpu, _halve_cuda, (1,), found, trial_rank, half_rank)
-        trial = _trial(problem, heads, sample, fields, by_bucket, tiles, trial_rank, basis, far, options.near)
+        seen = sample.uniform, sample.uniform_out, sample.uniform_lse, device.upload(np.ones((1, 1)))
+        task = tiles, trial_rank, basis, far, options.near
+        trial = _trial(problem, heads, *seen, fields, by_bucket, *task)
     with clock.stage("near"):
         near, by_bucket = _near(problem, heads, trial, by_bucket, options.near.probes[-1])
     with clock.stage("leverage"):
-        sample = _leverage_rows(problem, heads, sample, rank, trial, basis, near, results)
+        sample, drawn = _leverage_rows(problem, heads, sample, rank, trial, basis, near, results)
+    if by_bucket is None and _rarely_peaked(problem, options.near, drawn):
+        with clock.stage("buckets"):
+            pool = _draw_pool(problem, heads, sample, rank, max(w or -1 for w, _ in fields))
+            by_bucket = content.by_bucket(problem, heads, pool, options.near)
+        with clock.stage("near"):
+            seen = sample.rows, sample.out, sample.lse, sample.weights(problem.shape[0])
+            trial = _trial(problem, heads, *seen, fields, by_bucket, *task)
+            near, by_bucket = _near(problem, heads, trial, by_bucket, options.near.probes[-1])
     with clock.stage("fit"):
         own = content.of_rows(device, near, sample.rows)
         target = far(problem, heads, sample.rows, sample.out, sample.lse, trial.window.reshape(count, 1), own)
@@ -292,6 +332,16 @@ def _may_pay(problem, near, pool):
     return bool((device.download(peak) * keys).max() >= _PEAKED)
 
 
+def _rarely_peaked(problem, near, drawn):
+    """Do the rows drawn by leverage say that a near field by content is worth a try? Waits for the device."""
+    device, masses = problem.device, drawn[0]
+    if not near.probes[-1] or problem.shape[1] < LEAST_BUCKETS * near.size:
+        return False
+    share = device.empty(len(masses), np.float64)
+    device.run(_rare_cpu, _rare_cuda, (len(masses),), *drawn, problem.shape[0], share)
+    return bool(device.download(share).max() >= _RARE)
+
+
 def _costs(problem, fields, near, rank):
     """What every near field makes a head cost, relative to none."""
     n, m, d, e = problem.shape
@@ -302,10 +352,14 @@ def _costs(problem, fields, near, rank):
     )
 
 
-def _trial(problem, heads, sample, fields, by_bucket, tiles, rank, basis, far, wished):
-    """Trial fits with the leading landmarks at every temperature and near field; the best one of each head."""
+def _trial(problem, heads, which, exact, lse, weight, fields, by_bucket, tiles, rank, basis, far, wished):
+    """Trial fits with the leading landmarks at every temperature and near field; the best one of each head.
+
+    On the rows `which (heads, n)`, of `weight (heads, n)`, or (1, 1) if all count alike.
+    """
     device, count = problem.device, len(TEMPERATURES)
-    which, exact, lse = sample.uniform, sample.uniform_out, sample.uniform_lse
+    if by_bucket is None:
+        fields = [(w, p) for w, p in fields if not p] or [(w, 0) for w in wished.windows]
     windows = {p: np.array([[w or -1 for w, q in fields if q == p]]) for p in dict.fromkeys(p for _, p in fields)}
     around = {p: device.repeat(device.upload(w), len(heads)) for p, w in windows.items()}
     kinds = [far(problem, heads, which, exact, lse, around[0], None)] if 0 in around else []
@@ -326,7 +380,10 @@ def _trial(problem, heads, sample, fields, by_bucket, tiles, rank, basis, far, w
         device.repeat(x, count) for x in (which, lse, basis, target, exact, rank)
     )
     columns = features(problem, heads, which, lse, leading, ranks, basis)
-    weight = device.repeat(device.upload(np.ones((1, which.shape[1]))), len(heads))
+    if weight.shape[1] == 1:
+        weight = device.repeat(device.upload(np.ones((1, which.shape[1]))), len(heads))
+    else:
+        weight = device.repeat(weight, count)
     trial = fit(problem, heads, columns, target, exact, weight, ranks)
     tile, table, window, probes = (device.empty((len(rank),), np.int64) for _ in range(4))
     temperature = device.empty((len(rank),), np.float64)
@@ -357,9 +414,9 @@ def _leverage_rows(problem, heads, sample, rank, trial, basis, near, results):
     shown = 1 + LEVERAGE_COLUMNS  # all but the values' columns
     short = _columns(problem.device, table, problem.shape[3], shown, padded(shown))
     short = short.reshape(len(heads), -1, short.shape[1])
-    leverage, _ = apply(problem, heads, starts, trial.tiles, short, trial.rank, trial.window, basis, near, None)
+    leverage, _ = apply(problem, heads, starts, trial.tiles, short, trial.rank, trial.window, basis, None, near=near)
     wanted = max(plan.ROWS_PER_RANK * rank // 2 - sample.drawn.shape[1], rank // 2)
     new, pi, sample = draw_by_leverage(problem, heads, sample, starts, fraction, leverage, trial.row_leverage, wanted)
-    out, lse, _ = rows(problem, heads, new)
+    out, lse, masses = rows(problem, heads, new, masses=True)
     count_rows(problem, heads, results, wanted)
-    return sample.extended(drawn=new, drawn_out=out, drawn_lse=lse, drawn_pi=pi)
+    return sample.extended(drawn=new, drawn_out=out, drawn_lse=lse, drawn_pi=pi), (masses, lse, pi)

@@ -1,5 +1,7 @@
 """The fit at one rank: which rows it takes, how they are weighted, and how it chooses among near fields."""
 
+import dataclasses
+
 import naive
 import numpy as np
 import pytest
@@ -7,14 +9,17 @@ from problems import flat, heads, make
 
 from pda_numba import solve
 from pda_numba.info import Clock
-from pda_numba.options import options
+from pda_numba.options import WINDOWS, Fields, options
 from pda_numba.results import HeadResult
 
+WINDOWS_OR_NONE = Fields((0, *WINDOWS), (0,), False)
 
-def run(problem, rank, **choices):
+
+def run(problem, rank, fields=None, **choices):
     n, m, d, _ = problem.shape
     given = {"rank": rank, "tol": None, "window": "auto", "near": "auto", "proj_dim": None, "method": "pda", **choices}
     wished = options(**given, n=n, m=m, d=d)
+    wished = wished if fields is None else dataclasses.replace(wished, near=fields)
     every = heads(problem)
     results = {h: HeadResult() for h in every}
     sample = solve.uniform_part(problem, every, None, rank, results, Clock())
@@ -39,7 +44,7 @@ def test_sampled_rows_are_exact_and_distinct(kind):
 def test_outlier_queries_are_among_the_rows():
     """Leverage finds the rows that a uniform draw would miss: nearly all of those that are 5 to 30 times as long."""
     q, k, v = stacked("outliers", 2000, 6)
-    done = run(flat(q, k, v), 32)
+    done = run(flat(q, k, v), 32, near="none")
     found = total = 0
     for h in range(6):
         length = np.linalg.norm(q[h], axis=1)
@@ -74,8 +79,8 @@ def band(rng, n=1500, d=24):
 
 def test_window_is_chosen_where_it_helps(rng):
     q, k, v = band(rng)
-    assert run(flat(q, k, v), 32).window[0] > 0
-    assert run(flat(*make("decaying", 1500, seed=1)), 32).window[0] == -1
+    assert run(flat(q, k, v), 32, WINDOWS_OR_NONE).window[0] > 0
+    assert run(flat(*make("decaying", 1500, seed=1)), 32, WINDOWS_OR_NONE).window[0] == -1
 
 
 def test_no_window_between_different_tokens(rng):

@@ -7,7 +7,6 @@ import simulator
 from common import host, on_cuda
 
 from pda_numba.apply import apply
-from pda_numba.content import nothing
 from pda_numba.core import LEVERAGE_COLUMNS
 from pda_numba.kernels.simd import padded
 from pda_numba.plan import PANEL
@@ -43,12 +42,8 @@ def both(problem, arrays, *, with_out=True):
     given = [*(up(x) for x in plain), tuple(up(x) for x in bounds)]
     results = []
     for where, task, make_out in (
-        (problem, (*plain, nothing(problem, len(heads)), bounds), lambda: np.zeros(shape, problem.element)),
-        (
-            device,
-            (*given[:-1], nothing(device, len(heads)), given[-1]),
-            lambda: device.device.zeros(shape, problem.element),
-        ),
+        (problem, arrays, lambda: np.zeros(shape, problem.element)),
+        (device, given, lambda: device.device.zeros(shape, problem.element)),
     ):
         out = make_out() if with_out else None
         leverage, norm = apply(where, heads, *task, out=out)
@@ -100,7 +95,7 @@ def test_every_barrier_is_needed(rng):
     device = on_cuda(problem)
     up = device.device.upload
     *plain, bounds = arrays
-    given = [*(up(x) for x in plain), nothing(device, 1), tuple(up(x) for x in bounds)]
+    given = [*(up(x) for x in plain), tuple(up(x) for x in bounds)]
 
     def run():
         out = device.device.zeros((1, 70, 5), np.float32)

@@ -8,7 +8,6 @@ from test_cuda_apply import make
 
 from pda_numba import apply_adjoint as module
 from pda_numba.backward import Gradients
-from pda_numba.content import nothing
 
 pytestmark = pytest.mark.cudasim
 
@@ -37,7 +36,6 @@ def run(problem, model, bounds, given, slot, heads=None):
     up, heads = device.upload, np.arange(len(slot)) if heads is None else heads
     total = Gradients(*(device.zeros(x.shape, problem.element) for x in (problem.q, problem.k, problem.v)))
     model, bounds = [[up(x) for x in group] for group in (model, bounds)]
-    model.append(nothing(problem, len(heads)))
     task = problem, heads, model, bounds, up(given), up(slot), HELD, total
     *results, squares, _ = module.apply_adjoint(*task)
     return [host(x) for x in (*total, *results)] + [host(squares).sum(axis=1)]

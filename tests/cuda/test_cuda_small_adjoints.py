@@ -8,7 +8,6 @@ from problems import flat, heads
 
 from pda_numba import dense
 from pda_numba.backward import Gradients
-from pda_numba.content import nothing
 from pda_numba.device import Cuda
 from pda_numba.fit_adjoint import fit_adjoint
 from pda_numba.kernels.simd import padded
@@ -68,10 +67,8 @@ def run_near(given, window):
     def run(problem):
         device, total = problem.device, zeros(problem)
         d_lse, d_queries = device.zeros(which.shape, np.float64), device.zeros((*which.shape, 6), np.float64)
-        which_up, lse_up, window_up, target_up = (device.upload(x) for x in (which, lse, np.array(window), d_target))
-        near = nothing(problem, len(which))
-        task = which_up, lse_up, window_up, near, target_up, d_lse, d_queries, total
-        near_adjoint(problem, heads(problem), *task)
+        lists = (device.upload(x) for x in (which, lse, np.array(window), d_target))
+        near_adjoint(problem, heads(problem), *lists, d_lse, d_queries, total)
         return [host(x) for x in (d_lse, d_queries, *total)]
 
     return run
