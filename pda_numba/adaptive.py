@@ -30,11 +30,11 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, besi
     results = {h: HeadResult() for h in heads}
     fixed = options.tol is None or options.rank is not None
     judged = beside is None or not fixed
-    active, sample, previous, by_bucket = np.asarray(heads), None, None, None
+    active, sample, previous = np.asarray(heads), None, None
     for rank in ranks:
         last = rank == ranks[-1]
         sample = uniform_part(problem, active, sample, rank, results, clock)
-        solved = solve(problem, active, sample, options, rank, results, clock, slope=not last, by_bucket=by_bucket)
+        solved = solve(problem, active, sample, options, rank, results, clock, slope=not last)
         certain = fixed or (last and options.method == "pda")
         hope = np.inf if certain else _HOPE * options.tol
         # The only wait for the device: what the step found out about every head.
@@ -71,9 +71,7 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, besi
         active, previous = active[left], loo[left]
         if not len(active):
             break
-        sample, by_bucket = solved.sample.keep(left), solved.by_bucket
-        if by_bucket is not None and not left.all():
-            by_bucket = by_bucket.keep(problem.device, np.flatnonzero(left))
+        sample = solved.sample.keep(left)
     return [results[h] for h in heads]
 
 

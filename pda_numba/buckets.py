@@ -31,6 +31,7 @@ _LLOYD = 1  # steps
 _ROOT = 3  # times the even fan-out is the root's
 _BEAM = 6  # nodes of a level whose children a query looks at
 _FLAT, _TWO, _THREE = 256, 2**13, 2**19  # most buckets under one, two and three levels of centres
+_LONELY, _FAR = 2, 1e3  # keys of a node that are singles, as far away as so many times the mean
 _OUTLYING = 4.0  # times the mean squared distance from the own centre makes a key a single
 _MOST_SINGLES, _SINGLE_SHARE = 4096, 64  # singles at most, and as a share of the keys
 
@@ -105,8 +106,10 @@ def _residual(k, nearness, i):
 
 
 @shared
-def _find_singles(residual, label, most, singles, first):
+def _find_singles(residual, label, size, most, singles, first):
     """Keys that are far from their centre, at most so many, out of their node into a bucket of their own.
+
+    So are those of a node with hardly any keys, whose centre is theirs: the nodes above it are far from them.
 
     Returns how many; `label` is -1 then. By a team.
     """
@@ -115,7 +118,12 @@ def _find_singles(residual, label, most, singles, first):
         if label[i, 0] >= 0:
             own += residual[i]
             count += 1
-    limit = _OUTLYING * team_sum(own) / max(team_sum(count), 1)
+    mean = team_sum(own) / max(team_sum(count), 1)
+    for i in range(member(), n, members()):
+        if label[i, 0] >= 0 and size[label[i, 0]] <= _LONELY:
+            residual[i] = max(residual[i], _FAR * mean)
+    barrier()
+    limit = _OUTLYING * mean
     found = most + 1
     while found > most:
         count = 0
@@ -230,9 +238,9 @@ def _residuals_cpu(k, place, nearness, residual):
 
 
 @cpu_kernel
-def _find_singles_cpu(residual, label, most, singles, first, count):
+def _find_singles_cpu(residual, label, size, most, singles, first, count):
     for h in prange(len(count)):
-        count[h] = _find_singles(residual[h], label[h], most, singles[h], first)
+        count[h] = _find_singles(residual[h], label[h], size[h], most, singles[h], first)
 
 
 @serial_kernel
@@ -299,9 +307,9 @@ def _residuals_cuda(k, place, nearness, residual):
 
 
 @cuda_kernel(512)
-def _find_singles_cuda(residual, label, most, singles, first, count):
+def _find_singles_cuda(residual, label, size, most, singles, first, count):
     h = cuda.blockIdx.x
-    count[h] = _find_singles(residual[h], label[h], most, singles[h], first)
+    count[h] = _find_singles(residual[h], label[h], size[h], most, singles[h], first)
 
 
 @cuda_kernel(512)
@@ -398,7 +406,8 @@ def build(problem, k, place, columns, pool, pool_size, near):
     residual, found = device.empty(singles.shape, problem.element), device.empty(heads, np.int64)
     some = -(-m // 64), heads
     device.run(_residuals_cpu, _residuals_cuda, some, k, place, nearness, residual)
-    rest = residual, label, most_singles, singles, first_single, found
+    sizes = list_groups(device, label, 0, nodes, unit=1).size
+    rest = residual, label, sizes, most_singles, singles, first_single, found
     device.run(_find_singles_cpu, _find_singles_cuda, (heads,), *rest)
     own = list_groups(device, label, 0, nodes, unit=1)
     pieces = device.empty((heads, nodes, 2), np.int64)

@@ -229,30 +229,11 @@ def nothing(problem, heads):
     return Near(out, lse, probes, device.zeros(heads, np.int64), bucket, -1)
 
 
-class ByBucket(NamedTuple):
-    """What is known of the keys of some heads, and of their queries as soon as one has chosen to."""
-
-    keys: Any  # `Sorted`
-    probes: Any = None  # (heads, N, most) int32
-
-    def keep(self, device, which):
-        """Only the heads `which`."""
-        return _over(self, lambda x: device.take(x, which))
-
-
 class Tried(NamedTuple):
     """The near field of some rows with so many probes."""
 
     most: int
     rows: Near
-
-
-def _over(value, change):
-    """`change` made to every array of nested tuples."""
-    if isinstance(value, tuple):
-        parts = [_over(x, change) for x in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value if value is None or isinstance(value, int) else change(value)
 
 
 def gather_rows(problem, source, place, which, columns=None, more=0):
@@ -279,30 +260,28 @@ def by_bucket(problem, heads, pool, wished):
     columns, keys, size = pool
     k, own = plain(problem, problem.k, place)
     found = build(problem, k, own, columns, keys, size, wished)
-    return ByBucket(sort_keys(problem, place, found))
+    return sort_keys(problem, place, found)
 
 
 def tried(problem, heads, which, known, choices):
     """A `Tried` of the queries `which (heads, n)` for each number of probes, rising; one after the other is used up."""
     device, count = problem.device, len(heads)
     x, own = gather_rows(problem, problem.q, problem.query_heads(heads), which), device.upload(np.arange(count))
-    buckets = known.keys.buckets
+    buckets = known.buckets
     found = probes(problem, x, own, buckets, choices[-1])
     every = device.upload(np.full(count, choices[-1]))
-    for turn, (out, lse) in enumerate(_passes(problem, x, own, known.keys, found, every)):
+    for turn, (out, lse) in enumerate(_passes(problem, x, own, known, found, every)):
         if turn + 1 in choices:
             used = device.upload(np.full(count, turn + 1))
             yield Tried(turn + 1, Near(out, lse, found, used, buckets.bucket, buckets.heavy))
 
 
 def near(problem, heads, known, counts, most):
-    """The `Near` of all queries with counts[h] probes, `most` at most, and what is known then."""
+    """The `Near` of all queries with counts[h] probes, `most` at most; `known` is the `Sorted` keys."""
     x, place = plain(problem, problem.q, problem.query_heads(heads))
-    buckets, found = known.keys.buckets, known.probes
-    if found is None:
-        found = probes(problem, x, place, buckets, most)
-    *_, (out, lse) = _passes(problem, x, place, known.keys, found, counts)
-    return Near(out, lse, found, counts, buckets.bucket, buckets.heavy), known._replace(probes=found)
+    found = probes(problem, x, place, known.buckets, most)
+    *_, (out, lse) = _passes(problem, x, place, known, found, counts)
+    return Near(out, lse, found, counts, known.buckets.bucket, known.buckets.heavy)
 
 
 def sort_keys(problem, place, found):

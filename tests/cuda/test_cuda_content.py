@@ -61,7 +61,7 @@ def both(request, monkeypatch):
     for p in (problem, on_cuda(problem)):
         keys = known(p)
         counts = p.device.upload(np.array([3, 2]))
-        near, keys = content.near(p, problems.heads(p), keys, counts, 3)
+        near = content.near(p, problems.heads(p), keys, counts, 3)
         done.append((p, keys, near))
     return done
 
@@ -69,7 +69,7 @@ def both(request, monkeypatch):
 def test_buckets_and_near_field(both):
     (_, keys, near), (_, gpu_keys, gpu_near) = both
     for name in ("bucket", "keys", "start", "singles"):
-        expected, got = (host(getattr(x.keys.buckets, name)) for x in (keys, gpu_keys))
+        expected, got = (host(getattr(x.buckets, name)) for x in (keys, gpu_keys))
         np.testing.assert_array_equal(got, expected, err_msg=name)
     np.testing.assert_array_equal(host(gpu_near.probes), near.probes)
     single = near.bucket[0, 7, 0]  # far from everything: alone
@@ -79,7 +79,7 @@ def test_buckets_and_near_field(both):
 
 
 def test_adjoint(both, rng):
-    if len(both[0][1].keys.buckets.levels) > 1:
+    if len(both[0][1].buckets.levels) > 1:
         pytest.skip("the levels do not matter here")
     results = []
     shape = both[0][0].q.shape
@@ -89,7 +89,7 @@ def test_adjoint(both, rng):
     for p, keys, near in both:
         device, place = p.device, p.query_heads(np.arange(2))
         total = Gradients(*(device.zeros(x.shape, p.element) for x in (p.q, p.k, p.v)))
-        task = p.q, place, keys.keys, near, *(device.upload(x) for x in (lse, offset, cotangent))
+        task = p.q, place, keys, near, *(device.upload(x) for x in (lse, offset, cotangent))
         content_adjoint(p, *task, place, total.q, total[1:])
         results.append([host(x) for x in total])
     for expected, got in zip(*results, strict=True):
@@ -101,11 +101,11 @@ def test_every_barrier_is_needed():
     keys, counts = known(p), p.device.upload(np.array([2]))
 
     def run_near():
-        found, _ = content.near(p, problems.heads(p), keys, counts, 2)
+        found = content.near(p, problems.heads(p), keys, counts, 2)
         return [host(x) for x in (found.out, found.lse)]
 
     def run_build():
-        found = known(p).keys.buckets
+        found = known(p).buckets
         return [host(x) for x in (found.bucket, found.keys, found.start, found.levels[-1].centres)]
 
     assert not simulator.barriers_without_effect(run_near, "content.py")

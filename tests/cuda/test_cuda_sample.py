@@ -8,7 +8,7 @@ import simulator
 from common import host, on_cuda
 from problems import flat
 
-from pda_numba import sample, solve
+from pda_numba import sample, solve, trial
 from pda_numba.device import CPU, Cuda
 from pda_numba.plan import PANEL
 from pda_numba.sample import Sample
@@ -64,33 +64,37 @@ def test_sample_keeps_heads(rng):
 
 
 def test_choice_of_the_trial(rng):
-    device, count = Cuda(), len(solve.TEMPERATURES)
-    loo, windows = rng.random((3 * count, 3)), np.tile([-1, 32, 128], (3, 1))
+    device, count = Cuda(), len(trial.TEMPERATURES)
+    loo, fields = rng.random((3 * count, 3)), np.array([[-1, 0], [32, 0], [-1, 8]])
+    costs, allowed = np.array([1, 1.1, 1.3]), np.array([1, 1, 0])
     loo[count : 2 * count] = 0.5  # of equal ones the first
     found = np.array([0, 7, 500])
     for order in ORDERS:
-        chosen, ranks, slope = ([device.zeros((3,), t) for _ in range(k)] for t, k in ((int, 3), (int, 2), (float, 1)))
+        chosen, ranks, slope = ([device.zeros((3,), t) for _ in range(k)] for t, k in ((int, 4), (int, 2), (float, 1)))
         temperature = device.zeros((3,), float)
         up = device.upload
         with order():
-            device.run(None, solve._choose_trial_cuda, (1,), up(loo), up(windows), *chosen, temperature)
+            given = up(loo), up(fields), up(costs), up(allowed)
+            device.run(None, trial._choose_trial_cuda, (1,), *given, *chosen, temperature)
             device.run(None, solve._halve_cuda, (1,), up(found), *ranks)
             device.run(None, solve._fall_cuda, (1,), up(loo[:3].copy()), up(loo[3:6].copy()), *slope)
-        judged = (loo * 1.1 ** np.arange(3)).reshape(3, -1).argmin(axis=1)
-        tile, table, window = map(host, chosen)
+        judged = (loo * costs).reshape(3, count, 3)
+        judged[2, :, 2] = np.inf  # not allowed to
+        judged = judged.reshape(3, -1).argmin(axis=1)
+        tile, table, window, probes = map(host, chosen)
         np.testing.assert_array_equal(tile, np.arange(3) * count + judged // 3)
         np.testing.assert_array_equal(table, tile * 3 + judged % 3)
-        np.testing.assert_array_equal(window, windows[0][judged % 3])
-        np.testing.assert_array_equal(host(temperature), np.array(solve.TEMPERATURES)[judged // 3])
+        np.testing.assert_array_equal(np.stack([window, probes], axis=1), fields[judged % 3])
+        np.testing.assert_array_equal(host(temperature), np.array(trial.TEMPERATURES)[judged // 3])
         np.testing.assert_array_equal(np.stack([*map(host, ranks)]), [[0, 7, 64], [1, 3, 250]])
         np.testing.assert_allclose(host(*slope), np.log2(loo[:3, 0] / loo[3:6, 0]), rtol=1e-14, atol=1e-15)
 
 
 def test_columns(rng):
     device, x = Cuda(), rng.standard_normal((7, 40)).astype(np.float32)
-    out = host(solve._columns(device, device.upload(x), 5, 17, 24))
+    out = host(trial.columns_of(device, device.upload(x), 5, 17, 24))
     np.testing.assert_array_equal(out, np.pad(x[:, 5:22], ((0, 0), (0, 7))))
-    np.testing.assert_array_equal(solve._columns(CPU, x, 5, 17, 24), out)
+    np.testing.assert_array_equal(trial.columns_of(CPU, x, 5, 17, 24), out)
 
 
 def test_every_barrier_is_needed():
