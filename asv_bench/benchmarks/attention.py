@@ -71,6 +71,19 @@ class Heads(_Call):
         self.run()
 
 
+class Near(_Call):
+    """What near fields cost."""
+
+    params = (["none", "window", "content", "both"],)
+    param_names = ("near",)
+
+    def setup(self, near):
+        self.prepare(1, 32_768, 64, rank=64, tol=None, near=near)
+
+    def time_attention(self, near):
+        self.run()
+
+
 class Gradient(_Call):
     """Backward passes over residuals that exist."""
 

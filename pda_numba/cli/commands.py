@@ -87,7 +87,7 @@ def _read(q_file, k_file, v_file, choices):
     q, k, v = files.read(q_file, "Q"), files.read(k_file, "K"), files.read(v_file, "V")
     if not q.dtype == k.dtype == v.dtype:
         raise files.BadInput(f"Q, K and V must hold the same dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    planned = {name: choices[name] for name in ("rank", "tol", "window", "proj_dim", "method")}
+    planned = {name: choices[name] for name in ("rank", "tol", "window", "near", "proj_dim", "method")}
     with bad_input():
         pda_numba.plan(q.shape, k.shape, v.shape, q.dtype, **options.for_plan(**planned))
     _check_device(choices.get("device", "auto"))

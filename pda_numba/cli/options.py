@@ -70,6 +70,13 @@ _PLANNED = [
         show_default=True,
         help="Keys on each side that are exact; 0 for none.",
     ),
+    click.option(
+        "--near",
+        type=click.Choice(["auto", "none", "window", "content", "both"]),
+        default="auto",
+        show_default=True,
+        help="What is exact beside the low-rank part: a window, similar keys wherever they are, or both.",
+    ),
     click.option("--proj-dim", type=int, metavar="m", help="Project queries and keys to this many columns first."),
     click.option("--method", type=click.Choice(["auto", "pda", "exact"]), default="auto", show_default=True),
 ]
@@ -106,10 +113,10 @@ full = _with(_PLANNED + _RUN_ONLY + _ON_MATRIX)
 on_matrix = _with(_ON_MATRIX)
 
 
-def for_attention(rank, tol, window, proj_dim, method, projection, scale, device, seed, no_check_finite):
+def for_attention(rank, tol, window, near, proj_dim, method, projection, scale, device, seed, no_check_finite):
     """Keyword arguments of `attention`."""
     return {
-        **for_plan(rank, tol, window, proj_dim, method),
+        **for_plan(rank, tol, window, near, proj_dim, method),
         "projection": projection,
         "scale": scale,
         "device": device,
@@ -118,12 +125,13 @@ def for_attention(rank, tol, window, proj_dim, method, projection, scale, device
     }
 
 
-def for_plan(rank, tol, window, proj_dim, method):
+def for_plan(rank, tol, window, near, proj_dim, method):
     """Keyword arguments of `plan`."""
     return {
         "rank": rank,
         "tol": TOLERANCE.resolve(tol),
         "window": WINDOW.resolve(window),
+        "near": near,
         "proj_dim": proj_dim,
         "method": method,
     }
