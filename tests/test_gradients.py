@@ -198,10 +198,15 @@ def test_papers_variant_with_the_pair_from_the_data():
         assert worst(own, true) < 1e-9  # the two problems differ by rounding, which the fit amplifies
 
 
-def test_float32_low_rank_gradients_are_as_good_as_plain_ones():
-    """At most 3x the error of the frozen algorithm done in plain float32 arithmetic, with the fit itself in float64."""
+@pytest.mark.parametrize(("near", "most"), [("none", 3), ("window", 3), ("content", 5)])
+def test_float32_low_rank_gradients_are_as_good_as_plain_ones(near, most):
+    """At most 3x the error of the frozen algorithm done in plain float32 arithmetic, with the fit itself in float64.
+
+    Beside buckets 5x (measured: 3.6x): what is left for the fit there is a small difference of two sums in float32, where
+    the frozen algorithm sums up what is far.
+    """
     arrays = make("clustered", 700, d=16, e=8, seed=1)
-    out, residuals = attention_forward(*arrays, rank=16, **PDA)
+    out, residuals = attention_forward(*arrays, rank=16, near=near, **PDA)
     dout = cotangent(out)
     double = [x.astype(np.float64) for x in arrays]
     head = frozen_heads(*double, residuals)[0]
@@ -210,7 +215,7 @@ def test_float32_low_rank_gradients_are_as_good_as_plain_ones():
     for i, own in enumerate(attention_backward(residuals, dout)):
         true = grad(lambda *x: (head(*x) * dout.astype(np.float64)).sum(), i)(*double)
         plain = grad(lambda *x: (rough(*x) * dout).sum(), i)(*rough.inputs)
-        assert naive.relative(own, true) <= 3 * naive.relative(plain, true)
+        assert naive.relative(own, true) <= most * naive.relative(plain, true)
 
 
 # --- what must not be NaN ---
@@ -241,7 +246,7 @@ def test_clipped_outputs_pass_nothing_on():
     """Where the output is clipped it does not move with the inputs."""
     q, k, v = make("peaked", 900, d=8, e=4, seed=3, dtype=np.float64)
     v = np.sign(v)
-    _, residuals = attention_forward(q, k, v, rank=8, **PDA)
+    _, residuals = attention_forward(q, k, v, rank=8, near="none", **PDA)
     head = frozen_heads(q, k, v, residuals)[0]
     own = ~np.isnan(head.clipped) & (head.choice["slot"] == 0)[:, None]
     assert own.sum() > 10

@@ -76,7 +76,7 @@ def test_choice_of_the_trial(rng):
         with order():
             given = up(loo), up(fields), up(costs), up(allowed)
             device.run(None, trial._choose_trial_cuda, (1,), *given, *chosen, temperature)
-            device.run(None, solve._halve_cuda, (1,), up(found), *ranks)
+            device.run(None, trial._halve_cuda, (1,), up(found), *ranks)
             device.run(None, solve._fall_cuda, (1,), up(loo[:3].copy()), up(loo[3:6].copy()), *slope)
         judged = (loo * costs).reshape(3, count, 3)
         judged[2, :, 2] = np.inf  # not allowed to
