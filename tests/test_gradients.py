@@ -202,8 +202,8 @@ def test_papers_variant_with_the_pair_from_the_data():
 def test_float32_low_rank_gradients_are_as_good_as_plain_ones(near, most):
     """At most 3x the error of the frozen algorithm done in plain float32 arithmetic, with the fit itself in float64.
 
-    Beside buckets 5x (measured: 3.6x): what is left for the fit there is a small difference of two sums in float32, where
-    the frozen algorithm sums up what is far.
+    Beside buckets 5x (measured: 3.6x): what is left for the fit there is a small difference of two sums in float32,
+    where the frozen algorithm sums up what is far.
     """
     arrays = make("clustered", 700, d=16, e=8, seed=1)
     out, residuals = attention_forward(*arrays, rank=16, near=near, **PDA)
