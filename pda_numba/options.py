@@ -46,9 +46,14 @@ class Fields(NamedTuple):
 
     def pairs(self):
         """(window, probes) of every choice: the windows alone, then those with probes."""
-        alone = [(w, 0) for w in self.windows if 0 in self.probes]
-        beside = [w for w in self.windows if w <= WINDOWS[0] or len(self.windows) == 1] if self.both else [0]
-        return alone + [(w, p) for p in self.probes if p for w in beside]
+        pairs = [(w, 0) for w in self.windows if 0 in self.probes]
+        for p in filter(None, self.probes):
+            pairs += [(w, p) for w in self.windows if w <= WINDOWS[0] and (self.both or not w)] or [
+                (self.windows[0], p)
+            ]
+        if 0 in self.probes and self.both:  # a window beside only one number of probes: each choice costs a trial
+            pairs = [(w, p) for w, p in pairs if not w or p in (0, PROBES[1])]
+        return pairs
 
 
 def fields(window, near, n, m):

@@ -114,11 +114,16 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
     with clock.stage("fit"):
         uniform = sample.uniform, sample.uniform_out, sample.uniform_lse
         best = trial.choose(problem, heads, sample, pool, known, uniform, None, setting)
+        asked, declined = known.tried, trial.declined(device, known, best)
+        if declined.any():  # landmarks that leave nothing to a near field
+            known, pool = known._replace(tried=asked & ~declined), _draw_pool(problem, heads, sample, rank, apart)
+            other = trial.choose(problem, heads, sample, pool, known, uniform, None, setting)
+            best = trial.put(device, other, np.flatnonzero(declined), best)
     with clock.stage("near"):
         near = trial.near_of(problem, heads, best, known, wished)
     with clock.stage("leverage"):
         sample, drawn = _leverage_rows(problem, heads, sample, rank, best, basis, near, results)
-    again = trial.few_have_keys_of_their_own(problem, wished, known, drawn)
+    again = trial.few_have_keys_of_their_own(problem, wished, asked, drawn)
     if again.any():  # now that such queries are among the rows
         with clock.stage("buckets"):
             pool = _draw_pool(problem, heads, sample, rank, apart)

@@ -44,7 +44,11 @@ LEAST_BUCKETS = 16  # with fewer buckets of keys there is no near field by conte
 
 @shared
 def _halve(h, found, trial_rank, half):
-    """Ranks of the trial fits and of a fit with half the landmarks."""
+    """Ranks of the trial fits and of a fit with half the landmarks.
+
+    Where a near field holds everything no landmark stands for anything, and any one will do.
+    """
+    found[h] = max(found[h], 1)
     trial_rank[h] = min(found[h], TRIAL_RANK)
     half[h] = max(found[h] // 2, 1)
 
@@ -260,11 +264,11 @@ def choose(problem, heads, sample, pool, known, rows, weight, setting):
     columns, candidates, size = pool
     _hide(problem, heads, sample.uniform, pool, known, allowed, setting.wished)
     keys, found = landmarks.choose(problem, heads, columns, candidates, size, setting.rank)
+    rank, half = (device.empty((len(heads),), np.int64) for _ in range(2))
+    device.run(_halve_cpu, _halve_cuda, (1,), found, rank, half)
     centres, mean = landmarks.refine(problem, heads, keys, found, landmarks.REFINE_FACTOR * setting.rank)
     tiles = landmarks.shrink(problem, heads, centres, mean, TEMPERATURES)
     tiles = tiles if setting.project is None else setting.project(tiles, count)
-    rank, half = (device.empty((len(heads),), np.int64) for _ in range(2))
-    device.run(_halve_cpu, _halve_cuda, (1,), found, rank, half)
     target, fields = _targets(problem, heads, which, exact, lse, known, setting)
     costs = _costs(problem, fields, setting.wished, tiles.shape[1])
     leading = padded(min(TRIAL_RANK, tiles.shape[1]))
@@ -297,23 +301,29 @@ def _hide(problem, heads, which, pool, known, allowed, wished):
     device.run(_hide_near_cpu, _hide_near_cuda, columns.shape[1::-1], *task)
 
 
-def few_have_keys_of_their_own(problem, wished, known, drawn):
+def declined(device, known, best):
+    """Which heads have tried a near field by content, and have chosen none. Waits for the device, if it must."""
+    return known.tried & (device.download(best.probes) == 0) if known.tried.any() else known.tried
+
+
+def few_have_keys_of_their_own(problem, wished, asked, drawn):
     """For which heads the rows drawn by leverage say that few queries attend to keys that no uniform row told of.
 
-    `drawn` are these rows' masses, lse and probabilities. Waits for the device.
+    Heads that have `asked` are left out. `drawn` are these rows' masses, lse and probabilities. Waits for the device.
     """
     device, (masses, *_) = problem.device, drawn
-    if not _has_buckets(problem, wished) or known.tried.all():
+    if not _has_buckets(problem, wished) or asked.all():
         return np.zeros(len(masses), bool)
     share = device.empty(len(masses), np.float64)
     device.run(_rare_cpu, _rare_cuda, (len(masses),), *drawn, problem.shape[0], share)
-    return (device.download(share) >= _RARE) & ~known.tried
+    return (device.download(share) >= _RARE) & ~asked
 
 
 def put(device, source, places, into):
     """The heads at `places` out of another trial, into this one."""
-    for new, mine in zip(source[:-1], into[:-1], strict=True):
-        device.put(new, places, places, mine)
+    for new, mine in zip(source, into, strict=True):
+        if new.shape == mine.shape:  # the leverage is that of the trial's own rows
+            device.put(new, places, places, mine)
     return into
 
 

@@ -84,7 +84,8 @@ def test_run_passes_every_choice_on(files, monkeypatch):
 
     monkeypatch.setattr(pda_numba, "attention", attention)
     choices = (
-        "--rank 8 --tol none --window 4 --proj-dim 3 --projection srht --scale 2 --method pda --device cpu --seed 7"
+        "--rank 8 --tol none --window 4 --near both --proj-dim 3 --projection srht --scale 2 --method pda --device cpu "
+        "--seed 7"
     )
     result = run("-o", "o.npy", *choices.split(), "--causal", "--no-check-finite", "--info")
     assert (result.exit_code, result.output) == (0, "the report\n")
@@ -93,6 +94,7 @@ def test_run_passes_every_choice_on(files, monkeypatch):
         "rank": 8,
         "tol": None,
         "window": 4,
+        "near": "both",
         "proj_dim": 3,
         "projection": "srht",
         "scale": 2.0,

@@ -244,9 +244,9 @@ def test_gradients_are_finite(name, arrays, options):
 
 def test_clipped_outputs_pass_nothing_on():
     """Where the output is clipped it does not move with the inputs."""
-    q, k, v = make("peaked", 900, d=8, e=4, seed=3, dtype=np.float64)
+    q, k, v = make("peaked", 900, d=8, e=4, seed=1, dtype=np.float64)
     v = np.sign(v)
-    _, residuals = attention_forward(q, k, v, rank=8, near="none", **PDA)
+    _, residuals = attention_forward(q, k, v, rank=4, near="none", **PDA)
     head = frozen_heads(q, k, v, residuals)[0]
     own = ~np.isnan(head.clipped) & (head.choice["slot"] == 0)[:, None]
     assert own.sum() > 10

@@ -86,7 +86,7 @@ def test_choice_of_the_trial(rng):
         np.testing.assert_array_equal(table, tile * 3 + judged % 3)
         np.testing.assert_array_equal(np.stack([window, probes], axis=1), fields[judged % 3])
         np.testing.assert_array_equal(host(temperature), np.array(trial.TEMPERATURES)[judged // 3])
-        np.testing.assert_array_equal(np.stack([*map(host, ranks)]), [[0, 7, 64], [1, 3, 250]])
+        np.testing.assert_array_equal(np.stack([*map(host, ranks)]), [[1, 7, 64], [1, 3, 250]])
         np.testing.assert_allclose(host(*slope), np.log2(loo[:3, 0] / loo[3:6, 0]), rtol=1e-14, atol=1e-15)
 
 
