@@ -121,8 +121,7 @@ def _find_singles(residual, label, size, most, singles, first):
     mean = team_sum(own) / max(team_sum(count), 1)
     for i in range(member(), n, members()):
         if label[i, 0] >= 0 and size[label[i, 0]] <= _LONELY:
-            residual[i] = max(residual[i], _FAR * mean)
-    barrier()
+            residual[i] = max(residual[i], _FAR * mean)  # its own member counts it below; then the team meets
     limit = _OUTLYING * mean
     found = most + 1
     while found > most:
