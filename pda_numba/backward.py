@@ -207,7 +207,8 @@ def _low_rank(problem, part, bounds, given, gradients, measure, whole):
         offset, cotangent = owed_by_targets(problem, sampled, lse, d_target, d_lse)
         d_near = device.zeros(x.shape, problem.element)
         content_adjoint(problem, x, own, keys, sampled, lse, offset, cotangent, own, d_near, sums)
-        scatter_rows(device, problem.query_heads(heads), which, d_near, gradients.q)
+        each = device.repeat(device.upload(np.arange(which.shape[1])[None]), len(heads))
+        scatter_rows(device, own, each, d_near, d_queries, distinct=True)
         for total, out in zip(sums, gradients[1:], strict=True):
             scatter_rows(device, problem.key_heads(heads), part.order, total, out, distinct=True)
     scatter_rows(device, problem.query_heads(heads), which, d_queries, gradients.q)
