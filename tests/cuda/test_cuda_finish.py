@@ -11,6 +11,7 @@ from common import host, on_cuda
 from problems import flat
 
 from pda_numba import certify, draw, finish, holdout, rows
+from pda_numba.content import nothing
 from pda_numba.core import LEFT_ALONE, LEVERAGE_COLUMNS
 from pda_numba.device import CPU, Cuda
 from pda_numba.info import Clock
@@ -23,6 +24,7 @@ from pda_numba.results import (
     FLAGGED_ROWS,
     HELD_OUT_ROWS,
     LEAVE_ONE_OUT,
+    PROBES,
     RANK,
 )
 
@@ -47,12 +49,12 @@ def copied(device, array):
 @pytest.mark.parametrize("hope", [0.1, np.inf])
 def test_gate(hope):
     loo, slope = np.array([0.1, 0.2, np.nan, 0.0]), np.arange(4.0)
-    found, window = np.array([7, 8, 9, 10]), np.array([-1, 0, 32, -1])
+    found, window, probes = np.array([7, 8, 9, 10]), np.array([-1, 0, 32, -1]), np.array([0, 4, 0, 16])
     outcomes = []
     for device in (CPU, Cuda()):
         rank, edges = device.empty(4, np.int64), device.empty(4, np.int64)
         report = device.zeros((4, COLUMNS), np.float64)
-        facts = (device.upload(x) for x in (loo, slope, found, window))
+        facts = (device.upload(x) for x in (loo, slope, found, window, probes))
         device.run(finish._gate_cpu, finish._gate_cuda, (1,), *facts, hope, rank, edges, report)
         outcomes.append([host(x) for x in (rank, edges, report)])
     for on_cpu, on_gpu in zip(*outcomes, strict=True):
@@ -62,6 +64,7 @@ def test_gate(hope):
     assert edges.tolist() == [0, 4, 4, 0]
     np.testing.assert_array_equal(report[:, LEAVE_ONE_OUT], loo)
     np.testing.assert_array_equal(report[:, RANK], found)
+    np.testing.assert_array_equal(report[:, PROBES], probes)
 
 
 # --- doubtful rows ---
@@ -232,6 +235,7 @@ def made_up_fit(problem, heads, rank, samples):
         tiles=upload(tiles),
         table=upload(table),
         window=upload(np.array([-1, 3, -1])),
+        near=nothing(problem, 3),
         loo=upload(np.array([0.05, 0.1, 0.3])),
         slope=upload(np.zeros(len(heads))),
         row_error=upload(rng.random((len(heads), samples))),
