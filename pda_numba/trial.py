@@ -36,7 +36,7 @@ _WIDER = (
 )
 # Least share of queries, by the weights of all rows, that give one tile of keys at least so much of their attention.
 _RARE, _ONE_TILE = 1e-3, 0.25
-_PEAKED = 0.25  # least product of the mean largest weight with the keys of a small content near field that is tried
+_PEAKED = 1.0  # least product of the mean largest weight with the keys of a small content near field that is tried
 LEAST_BUCKETS = 16  # with fewer buckets of keys there is no near field by content
 
 # --- bodies ---
