@@ -25,8 +25,8 @@ GROUP_BYTES = 48 * 2**20  # heads that are computed together share this much wor
 # Pivoting and the fits of a head take as long as this many operations of the exact kernel: fixed + cubic R^3.
 _SERIAL_FIXED, _SERIAL_CUBIC = 1.5e9, 1250.0
 # Of a level's centres a key or a query looks at so many; the keys of a bucket take this much longer than others, for
-# every bucket has few queries.
-_CENTRES, _CONTENT_TIME = 128, 2.0
+# every bucket has few queries, anywhere in memory. As measured at 131,072 tokens.
+_CENTRES, _CONTENT_TIME = 200, 5.0
 # The loop starts a rank only if it costs at most this share of exact attention: an attempt that fails is cheap.
 _ATTEMPT = 0.3
 

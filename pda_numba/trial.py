@@ -36,7 +36,7 @@ _WIDER = (
 )
 # Least share of queries, by the weights of all rows, that give one tile of keys at least so much of their attention.
 _RARE, _ONE_TILE = 1e-3, 0.25
-_PEAKED = 1.0  # least product of the mean largest weight with the keys of a small content near field that is tried
+_PEAKED = 4.0  # least product of the mean largest weight with the keys of a small content near field that is tried
 LEAST_BUCKETS = 16  # with fewer buckets of keys there is no near field by content
 
 # --- bodies ---
@@ -312,7 +312,7 @@ def few_have_keys_of_their_own(problem, wished, asked, drawn):
     Heads that have `asked` are left out. `drawn` are these rows' masses, lse and probabilities. Waits for the device.
     """
     device, (masses, *_) = problem.device, drawn
-    if not _has_buckets(problem, wished) or asked.all():
+    if not _has_buckets(problem, wished) or asked.all() or problem.merged:  # a rectangle has few tiles
         return np.zeros(len(masses), bool)
     share = device.empty(len(masses), np.float64)
     device.run(_rare_cpu, _rare_cuda, (len(masses),), *drawn, problem.shape[0], share)
