@@ -14,7 +14,7 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
-from .content import nothing
+from .content import begin_sums, nothing
 from .core import LEVERAGE_COLUMNS
 from .kernels import tile
 from .kernels.panel import (
@@ -58,16 +58,6 @@ def mask_covered(scores, row, count, key, keys, bucket, heavy, probes, used):
         for x in range(count):
             if covered(bucket[key + j, 0], heavy, probes[row + x], used):
                 scores[j, x] = outside
-
-
-@shared
-def begin_sums(near_out, near_lse, row, x, values, top, total, sums):
-    """Lane x begins with what the content near field of a query holds."""
-    if near_lse[row] > top[x]:
-        top[x] = near_lse[row]
-        total[x] = sums[values, x] = 1
-        for e in range(values):
-            sums[e, x] = near_out[row, e]
 
 
 @shared
@@ -167,6 +157,7 @@ def _apply_range(
             pack_query(queries, x, q, row + x, factor)
             if used:
                 begin_sums(near_out, near_lse, row + x, x, values, top, total, sums)
+                sums[values, x] = total[x]
         if window >= 0:
             band = row, count, window, bucket, heavy, probes, used, values
             _near_field(k, v, *band, queries, key_tile, value_tile, scores, top, peak, total, sums)
@@ -457,6 +448,7 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
     check_padding(landmarks, table, basis)
     near = nothing(problem, len(heads)) if near is None else near
     device, element = problem.device, problem.element
+    lse = device.empty((len(heads), 0), element) if lse is None else lse
     values = 0 if out is None else out.shape[2]
     leverage, norm = (device.zeros((len(heads), starts.shape[1] * PANEL), element) for _ in range(2))
     if out is None:  # every head shares one empty output
@@ -464,7 +456,7 @@ def apply(problem, heads, starts, landmarks, table, rank, window, basis, bounds,
         low = high = device.empty((len(problem.k), 0), element)
     else:
         place, (low, high) = np.asarray(heads), bounds
-    place, lse = device.upload(place), device.empty((len(heads), 0), element) if lse is None else lse
+    place = device.upload(place)
     if device.name == "cpu":
         task = *problem.arrays(heads), place
         parts = (starts[:, :, None] + np.arange(0, PANEL, lanes(element))).reshape(len(starts), -1)

@@ -8,7 +8,6 @@ else is differentiated. The formulas stand in the stages' own files.
 """
 
 import math
-from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange
@@ -28,6 +27,7 @@ from .near import targets
 from .near_adjoint import near_adjoint
 from .residuals import Exact
 from .rows import rows
+from .rows_adjoint import Gradients as Gradients
 from .rows_adjoint import rows_adjoint
 
 # --- body ---
@@ -138,14 +138,6 @@ def _judge_cuda(guess, exact, pi, lse, fitted, squares, report):
 
 
 # --- stages ---
-
-
-class Gradients(NamedTuple):
-    """What is added up, in the arithmetic's dtype: (all heads of q, N, D), (all heads of k, M, D), (..., M, E)."""
-
-    q: Any
-    k: Any
-    v: Any
 
 
 def apart(problem, heads):

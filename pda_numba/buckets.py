@@ -23,7 +23,8 @@ from .grouping import list_groups
 from .kernels.panel import add_square
 from .kernels.scalar import widen
 from .kernels.simd import padded
-from .kernels.team import barrier, member, members, part, sum_before, team_max, team_sum
+from .kernels.team import barrier, member, members, part, sum_before, team_sum
+from .landmarks import first_largest
 from .probe import nothing_found, probe
 
 _LARGEST = 2  # no bucket holds more than this multiple of the size
@@ -39,8 +40,8 @@ _MOST_SINGLES, _SINGLE_SHARE = 4096, 64  # singles at most, and as a share of th
 
 
 @shared
-def _plan_children(size, target, ranges):
-    """ranges[g]: the children of node g, as many as its keys fill at `target` keys each. By a team."""
+def _plan_parts(size, target, ranges):
+    """ranges[g]: the parts of node g, as many as its keys fill at `target` keys each. By a team."""
     first, last = part(size.shape[0])
     own = 0
     for g in range(first, last):
@@ -144,20 +145,6 @@ def _find_singles(residual, label, size, most, singles, first):
 
 
 @shared
-def _plan_pieces(size, largest, pieces):
-    """pieces[g]: the buckets that a lowest node is cut into. By a team."""
-    first, last = part(size.shape[0])
-    own = 0
-    for g in range(first, last):
-        own += (size[g] + largest - 1) // largest
-    place = sum_before(own)
-    for g in range(first, last):
-        pieces[g, 0] = place
-        place += (size[g] + largest - 1) // largest
-        pieces[g, 1] = place
-
-
-@shared
 def _cut(entries, start, size, first, last, bucket):
     """The keys of a node into its buckets. By a team."""
     for i in range(member(), size, members()):
@@ -182,13 +169,8 @@ def _choose_heavy(columns, pool, size, wanted, mass, label, bucket, own):
             total += np.float64(columns[c, i])
         mass[c] = total
     for _ in range(min(wanted, size)):
-        best, largest = size, 0.0
-        for c in range(member(), size, members()):
-            if mass[c] > largest:
-                best, largest = c, mass[c]
-        top = team_max(largest)
-        chosen = -team_max(-best if largest == top else -size)
-        if top > 0 and chosen % members() == member():
+        chosen = first_largest(mass, size)
+        if chosen % members() == member() and mass[chosen] > 0:
             mass[chosen] = 0.0
             label[pool[chosen], 0] = -1
             bucket[pool[chosen], 0] = own
@@ -205,9 +187,9 @@ def _settle(singles, bucket, i):
 
 
 @serial_kernel
-def _plan_children_cpu(size, target, ranges):
+def _plan_parts_cpu(size, target, ranges):
     for h in range(len(size)):
-        _plan_children(size[h], target, ranges[h])
+        _plan_parts(size[h], target, ranges[h])
 
 
 @cpu_kernel
@@ -242,12 +224,6 @@ def _find_singles_cpu(residual, label, size, most, singles, first, count):
         count[h] = _find_singles(residual[h], label[h], size[h], most, singles[h], first)
 
 
-@serial_kernel
-def _plan_pieces_cpu(size, largest, pieces):
-    for h in range(len(size)):
-        _plan_pieces(size[h], largest, pieces[h])
-
-
 @cpu_kernel
 def _cut_cpu(entries, start, size, pieces, bucket):
     heads, nodes = size.shape
@@ -275,13 +251,19 @@ def _settle_cpu(singles, bucket):
         _settle(singles[item // n], bucket[item // n], item % n)
 
 
+@serial_kernel
+def _single_range_cpu(found, first, ends):
+    for h in range(len(found)):
+        ends[h, 0, 0], ends[h, 0, 1] = first, first + found[h]
+
+
 # --- CUDA drivers: a team per head, per node, or some keys per team ---
 
 
 @cuda_kernel(512)
-def _plan_children_cuda(size, target, ranges):
+def _plan_parts_cuda(size, target, ranges):
     h = cuda.blockIdx.x
-    _plan_children(size[h], target, ranges[h])
+    _plan_parts(size[h], target, ranges[h])
 
 
 @cuda_kernel(64)
@@ -311,12 +293,6 @@ def _find_singles_cuda(residual, label, size, most, singles, first, count):
     count[h] = _find_singles(residual[h], label[h], size[h], most, singles[h], first)
 
 
-@cuda_kernel(512)
-def _plan_pieces_cuda(size, largest, pieces):
-    h = cuda.blockIdx.x
-    _plan_pieces(size[h], largest, pieces[h])
-
-
 @cuda_kernel(64)
 def _cut_cuda(entries, start, size, pieces, bucket):
     g, h = cuda.blockIdx.x, cuda.blockIdx.y
@@ -340,6 +316,12 @@ def _settle_cuda(singles, bucket):
     i, h = cuda.blockIdx.x * members() + member(), cuda.blockIdx.y
     if i < singles.shape[1]:
         _settle(singles[h], bucket[h], i)
+
+
+@cuda_kernel(32)
+def _single_range_cuda(found, first, ends):
+    for h in range(cuda.grid(1), len(found), cuda.gridsize(1)):
+        ends[h, 0, 0], ends[h, 0, 1] = first, first + found[h]
 
 
 # --- stages ---
@@ -387,8 +369,9 @@ def build(problem, k, place, columns, pool, pool_size, near):
     heads = len(pool)
     label, bucket = (device.zeros((heads, m, 1), np.int32) for _ in range(2))
     most_singles = min(_MOST_SINGLES, m // _SINGLE_SHARE)
-    nodes, above, targets = 1, [], _targets(m, size)
-    lowest = sum_of_bounds(m, targets)
+    above: list = []
+    nodes, targets = 1, _targets(m, size)
+    lowest = _sum_of_bounds(m, targets)
     first_single = lowest + m // (_LARGEST * size)
     heavy = first_single + most_singles
     mass = device.empty(pool.shape, np.float64)
@@ -397,51 +380,39 @@ def build(problem, k, place, columns, pool, pool_size, near):
     for target in targets:
         ranges, label, nearness = _split(problem, k, place, label, nodes, target)
         nodes += m // target
-        centres, bias = _centres(problem, heads, nodes)
-        if target != targets[-1]:
-            _move_centres(problem, k, place, list_groups(device, label, 0, nodes, unit=1), True, centres, bias)
-        above.append(Level(ranges, centres, bias))
+        lists = list_groups(device, label, 0, nodes, unit=1)
+        if len(above) < len(targets) - 1:
+            centres, bias = _centres(problem, heads, nodes)
+            _move_centres(problem, k, place, lists, True, centres, bias)
+            above.append(Level(ranges, centres, bias))
     singles = device.repeat(device.upload(np.full((heads, 1), -1, np.int32)), m).reshape(heads, m)
     residual, found = device.empty(singles.shape, problem.element), device.empty(heads, np.int64)
     some = -(-m // 64), heads
     device.run(_residuals_cpu, _residuals_cuda, some, k, place, nearness, residual)
-    sizes = list_groups(device, label, 0, nodes, unit=1).size
-    rest = residual, label, sizes, most_singles, singles, first_single, found
+    rest = residual, label, lists.size, most_singles, singles, first_single, found
     device.run(_find_singles_cpu, _find_singles_cuda, (heads,), *rest)
     own = list_groups(device, label, 0, nodes, unit=1)
     pieces = device.empty((heads, nodes, 2), np.int64)
-    device.run(_plan_pieces_cpu, _plan_pieces_cuda, (heads,), own.size, _LARGEST * size, pieces)
+    device.run(_plan_parts_cpu, _plan_parts_cuda, (heads,), own.size, _LARGEST * size, pieces)
     device.run(_cut_cpu, _cut_cuda, (nodes, heads), own.entries, own.start, own.size, pieces, bucket)
     device.run(_settle_cpu, _settle_cuda, some, singles, bucket)
     order = list_groups(device, bucket, 0, heavy + 1, unit=1)
-    ranges = device.empty(above[-1].ranges.shape, np.int64)
-    device.run(_through_pieces_cpu, _through_pieces_cuda, (heads,), above[-1].ranges, pieces, ranges)
+    own_buckets = device.empty(ranges.shape, np.int64)
+    device.run(_through_pieces_cpu, _through_pieces_cuda, (heads,), ranges, pieces, own_buckets)
     centres, bias = _centres(problem, heads, heavy + 1)
     _move_centres(problem, k, place, order, True, centres, bias)
     ends = device.empty((heads, 1, 2), np.int64)
     device.run(_single_range_cpu, _single_range_cuda, (1,), found, first_single, ends)
-    levels = (*above[:-1], Level(ranges, centres, bias))
+    levels = (*above, Level(own_buckets, centres, bias))
     return Buckets(levels, ends, bucket, order.entries, order.start, max(_LARGEST * size, near.heavy))
 
 
-def sum_of_bounds(m, targets):
+def _sum_of_bounds(m, targets):
     """The most nodes that the lowest level can have: every node above may leave one child half empty."""
     count = 1
     for target in targets:
         count += m // target
     return count
-
-
-@serial_kernel
-def _single_range_cpu(found, first, ends):
-    for h in range(len(found)):
-        ends[h, 0, 0], ends[h, 0, 1] = first, first + found[h]
-
-
-@cuda_kernel(32)
-def _single_range_cuda(found, first, ends):
-    for h in range(cuda.grid(1), len(found), cuda.gridsize(1)):
-        ends[h, 0, 0], ends[h, 0, 1] = first, first + found[h]
 
 
 def _centres(problem, heads, count):
@@ -462,7 +433,7 @@ def _split(problem, k, place, label, nodes, target):
     device, heads, m, element = problem.device, len(label), problem.shape[1], problem.element
     lists = list_groups(device, label, 0, nodes, unit=1)
     ranges = device.empty((heads, nodes, 2), np.int64)
-    device.run(_plan_children_cpu, _plan_children_cuda, (heads,), lists.size, target, ranges)
+    device.run(_plan_parts_cpu, _plan_parts_cuda, (heads,), lists.size, target, ranges)
     count = nodes + m // target
     centres, bias = _centres(problem, heads, count)
     seeds = k, place, lists.entries, lists.start, lists.size, ranges, centres, bias

@@ -54,6 +54,15 @@ def _pick(out, lse, probes, row, i, picked, picked_lse, picked_probes):
 
 
 @shared
+def begin_sums(out, lse, row, x, values, top, total, sums):
+    """Lane x begins with what is known of a query: its output and lse over some of the keys."""
+    if lse[row] > top[x]:
+        top[x], total[x] = lse[row], 1
+        for e in range(values):
+            sums[e, x] = out[row, e]
+
+
+@shared
 def _attend_panel(
     x, k, v, rows, count, begin, end, first_heavy, factor, out, lse, queries, scores, top, peak, total, sums
 ):
@@ -66,10 +75,7 @@ def _attend_panel(
     for lane in range(count):
         row = rows[lane]
         pack_query(queries, lane, x, row, factor)
-        if lse[row] > top[lane]:
-            top[lane], total[lane] = lse[row], 1
-            for e in range(values):
-                sums[e, lane] = out[row, e]
+        begin_sums(out, lse, row, lane, values, top, total, sums)
     for part in range(2):
         start, stop = (begin, end) if part == 0 else (first_heavy, k.shape[0] - ROW_PADDING)
         for j in range(start, stop, TILE):
@@ -306,9 +312,7 @@ def of_rows(device, near, which):
     """The `Near` of the queries `which (heads, n)`."""
     if near.out.shape[1] == 0:
         return near
-    out, probes = device.empty((*which.shape, near.out.shape[2]), near.out.dtype), None
-    lse = device.empty(which.shape, near.lse.dtype)
-    probes = device.empty((*which.shape, near.probes.shape[2]), np.int32)
+    out, lse, probes = (device.empty((*which.shape, *x.shape[2:]), x.dtype) for x in near[:3])
     task = near.out, near.lse, near.probes, which, out, lse, probes
     device.run(_pick_cpu, _pick_cuda, which.shape[::-1], *task)
     return near._replace(out=out, lse=lse, probes=probes)

@@ -16,7 +16,7 @@ from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .grouping import RUN, list_groups
 from .kernels.scalar import exp2
 from .kernels.team import member, members, team_sum
-from .rows_adjoint import rows_adjoint
+from .rows_adjoint import Gradients, rows_adjoint
 
 _RUNS = {"cpu": 512, "cuda": 2048}  # that are worked on together
 
@@ -330,22 +330,12 @@ def _turn(problem, x, place, keys, lists, counts, turn, about, dq_place, dq, sum
                 problem, q=q, k=k, v=v, query_head=every, key_head=every, spans=None, pattern=None
             )
             written = tuple(device.zeros(a.shape, element) for a in (q, k, v))
-            rows_adjoint(part, every, lse, offset, cotangent, _Gradients(*written), keys=own[3])
+            rows_adjoint(part, every, lse, offset, cotangent, Gradients(*written), keys=own[3])
             task = *runs_of, counts, turn, first, lse, written[0], dq_place, dq
             device.run(_add_runs_cpu, _add_runs_cuda, (count,), *task)
             task = lists.start, RUN, runs, counts, turn, first, start, *written[1:], *sums
             grid = start.shape[1] - 1, heads
             device.run(_add_buckets_cpu, _add_buckets_cuda, grid, *task)
-
-
-@dataclasses.dataclass
-class _Gradients:
-    q: object
-    k: object
-    v: object
-
-    def __iter__(self):
-        return iter((self.q, self.k, self.v))
 
 
 def owed_by_targets(problem, near, lse, d_target, d_lse):

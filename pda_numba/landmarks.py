@@ -38,7 +38,7 @@ def _is_far(tile, row, apart):
 
 
 @shared
-def _first_largest(x, n):
+def first_largest(x, n):
     """Where x[:n] is largest, the first such place; of x a member reads what is its own in a loop over members."""
     best, largest = n, -x.dtype.type(np.inf)
     for i in range(member(), n, members()):
@@ -71,7 +71,7 @@ def _heaviest_key(k, tile, room):
     start = tile * TILE
     count = min(TILE, k.shape[0] - start)
     score_keys(room, k, start, count)
-    return start + _first_largest(room[2], count)
+    return start + first_largest(room[2], count)
 
 
 @shared
@@ -83,7 +83,7 @@ def _draw_row(k, row, mass, lse, apart, seed, head, i, rows, draws, shares, room
     for t in range(member(), shares.shape[0], members()):
         shares[t] = mass[t] - lse if _is_far(t, row, apart) else -shares.dtype.type(np.inf)
     # to find the largest the team meets, and so sees the whole query
-    pool[draws + i] = _heaviest_key(k, _first_largest(shares, shares.shape[0]), room)
+    pool[draws + i] = _heaviest_key(k, first_largest(shares, shares.shape[0]), room)
     for t in range(member(), shares.shape[0], members()):
         shares[t] = exp2(shares[t])
     barrier()

@@ -12,6 +12,8 @@ problem has spans (`kernels.span`) nothing that a query does not see enters any 
 `lse` is in units of log 2, everything else in natural ones.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import prange
 
@@ -231,6 +233,14 @@ def _copy_spans_cuda(spans, pattern, which, out):
 
 
 # --- stage ---
+
+
+class Gradients(NamedTuple):
+    """What is added up, in the arithmetic's dtype: (all heads of q, N, D), (all heads of k, M, D), (..., M, E)."""
+
+    q: Any
+    k: Any
+    v: Any
 
 
 def rows_adjoint(problem, heads, lse, offset, cotangent, gradients, which=None, *, keep=False, keys=None):

@@ -127,7 +127,7 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
     if again.any():  # now that such queries are among the rows
         with clock.stage("buckets"):
             pool = _draw_pool(problem, heads, sample, rank, apart)
-            known = trial.look(problem, heads, wished, pool, known.tried | again)
+            known = trial.look_again(problem, heads, wished, pool, known, again)
         with clock.stage("fit"):
             every = sample.rows, sample.out, sample.lse
             other = trial.choose(problem, heads, sample, pool, known, every, sample.weights(problem.shape[0]), setting)

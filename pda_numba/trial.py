@@ -228,26 +228,31 @@ class Trial(NamedTuple):
 class Known(NamedTuple):
     """What is known of the heads' keys by bucket, and of which heads."""
 
-    keys: Any  # `content.ByBucket`, None where no head asks
+    keys: Any  # `content.Sorted`, None where no head asks
     tried: np.ndarray  # (heads,) bool
 
 
-def look(problem, heads, wished, pool, tried=None):
+def look(problem, heads, wished, pool):
     """The keys by bucket, where some head's uniform rows say that a near field by content is worth a try.
 
-    `pool` is the landmarks' candidates, as `landmarks.choose` takes them; `tried`, if given, says for which heads it is
-    worth it. Waits for the device, if it must.
+    `pool` is the landmarks' candidates, as `landmarks.choose` takes them. Waits for the device, if it must.
     """
     device, (columns, _, size) = problem.device, pool
     if not _has_buckets(problem, wished):
         tried = np.zeros(len(heads), bool)
     elif 0 not in wished.probes:
         tried = np.ones(len(heads), bool)
-    elif tried is None:
+    else:
         peak = device.empty(len(size), np.float64)
         device.run(_peak_cpu, _peak_cuda, (len(size),), columns, size, peak)
         tried = device.download(peak) * (wished.heavy + wished.probes[1] * wished.size) >= _PEAKED
     return Known(content.by_bucket(problem, heads, pool, wished) if tried.any() else None, tried)
+
+
+def look_again(problem, heads, wished, pool, known, again):
+    """The same for the heads `again` as well."""
+    keys = content.by_bucket(problem, heads, pool, wished) if known.keys is None else known.keys
+    return Known(keys, known.tried | again)
 
 
 def _has_buckets(problem, wished):
