@@ -140,7 +140,7 @@ def judge(held, state, y, norm, left_out=((), (), ())):
     report = np.full((count, COLUMNS), np.nan)
     error, leverage, far = (np.tile(np.asarray(x, float), (count, 1)) for x in left_out)
     fitted = certify.Fitted(np.tile(np.arange(error.shape[1]), (count, 1)), error, leverage)
-    truth = true[np.minimum(np.abs(held.rows), n - 1)]  # also of slots that are not used
+    truth = true[np.clip(held.rows, 0, n - 1)]  # slots that are not used hold whatever the memory held
     heads, every = np.zeros(count, np.int64), np.ones(count, np.int64)
     norms = np.tile(norm + y, (count, 1))
     certify.judge(many(1, n), heads, held, truth, out[None], norms, state, fitted, far, every, report)
