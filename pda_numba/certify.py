@@ -13,7 +13,8 @@ T being the difference estimator of |o|^2. The upper limit treats S as gamma dis
     V = sum (1 - pi_i)/pi_i^2 (y_i - S/T (|o_i|^2 - |out_i|^2))^2
 
 after adding one pseudo-row of the largest expanded error seen, held out or left out (the gamma limit of Fay and Feuer
-1997; its quantile by Wilson and Hilferty 1931).
+1997; its quantile by Wilson and Hilferty 1931). It is twice as large where no rows are left out of a fit: held-out rows
+alone tell less of the rare ones.
 
 From the uniform rows alone: with 95 % confidence at least a share 0.05^(1/n) of all rows is off by no more than the
 worst of n rows (the one-sided distribution-free tolerance limit of Wilks 1941).
@@ -36,6 +37,7 @@ from .rows import rows
 
 Z95 = 1.6448536269514722
 _PIECES = 64  # of each head, whose squares are summed apart
+_UNFITTED = 2.0  # times the largest error seen, where no rows left out of a fit have been seen as well
 
 # --- bodies: squares of rows ---
 
@@ -168,6 +170,7 @@ def _judge(chance, pi, scales, uniform_pi, squares, norm, state, fitted, row_err
     total = max(known + truth + rest + difference, 0.2 * (known + truth + rest))
     worst, drawn = _worst_uniform(chance, squares)
     pseudo = max(largest, _largest_left_out(uniform_pi, scales, fitted, row_error, row_leverage, reach))
+    pseudo *= 1.0 if fitted.shape[0] else _UNFITTED
     variance = _variance(pi, squares, left / total if total > 0 else 0.0)
     exact_rows = rows_with(state, EXACT)
     if member() == 0:

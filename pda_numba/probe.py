@@ -181,11 +181,11 @@ _PROBE_CUDA = {element: _probe_driver(np.dtype(element)) for element in (np.floa
 # --- stage ---
 
 
-def nothing_found(device, element, heads, n, count):
-    """The state of `n` rows that have looked at no centre yet, `count` of which they will keep."""
-    found = device.upload(np.full((heads, 1), -1, np.int32))
-    lowest = device.upload(np.full((heads, 1), -np.inf, element))
-    scores, found = (device.repeat(x, n * count) for x in (lowest, found))
+def nothing_found(device, element, heads, n, count, given=()):
+    """The state of `n` rows that will keep `count` centres and have looked at none yet, but have the `given` ones."""
+    scores, found = np.full((1, count), -np.inf, element), np.full((1, count), -1, np.int32)
+    scores[0, : len(given)], found[0, : len(given)] = np.inf, given
+    scores, found = (device.repeat(device.upload(x), heads * n) for x in (scores, found))
     return scores.reshape(heads, n, count), found.reshape(heads, n, count)
 
 

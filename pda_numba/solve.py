@@ -131,6 +131,7 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
         with clock.stage("fit"):
             every = sample.rows, sample.out, sample.lse
             other = trial.choose(problem, heads, sample, pool, known, every, sample.weights(problem.shape[0]), setting)
+            again &= ~trial.declined(device, known, other)  # who declines keeps the landmarks that leave nothing
             best = trial.put(device, other, np.flatnonzero(again), best)
         with clock.stage("near"):
             near = trial.near_of(problem, heads, best, known, wished)

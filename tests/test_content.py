@@ -8,7 +8,7 @@ import pytest
 from problems import flat, heads, make
 
 import pda_numba
-from pda_numba import NearField, attention, buckets, content
+from pda_numba import NearField, attention, content, tree
 from pda_numba.data import real_heads
 from pda_numba.options import Fields
 
@@ -56,8 +56,8 @@ def test_attention_to_the_near_keys(n, m, d, e, dtype):
 @pytest.mark.parametrize("levels", [1, 3])
 def test_every_key_is_in_one_bucket(levels, monkeypatch):
     if levels == 3:
-        monkeypatch.setattr(buckets, "_FLAT", 2)
-        monkeypatch.setattr(buckets, "_TWO", 4)
+        monkeypatch.setattr(tree, "_FLAT", 2)
+        monkeypatch.setattr(tree, "_TWO", 4)
     for kind in ("clustered", "duplicated", "gaussian"):
         problem = flat(*make(kind, 900, seed=2))
         columns, keys, near = by_bucket(problem, size=16, heavy=5)
