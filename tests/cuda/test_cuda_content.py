@@ -110,4 +110,4 @@ def test_every_barrier_is_needed():
         return [host(x) for x in (found.bucket, found.keys, found.start, found.levels[-1].centres)]
 
     assert not simulator.barriers_without_effect(run_near, "content.py")
-    assert not simulator.barriers_without_effect(run_build, "buckets.py")
+    assert not simulator.barriers_without_effect(run_build, "tree.py")
