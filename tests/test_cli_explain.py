@@ -51,7 +51,9 @@ def test_explain_says_what_the_calls_report(smooth):
     assert "rank 512" not in result.output  # 4 * 512 rows are more than there are
     assert max(map(len, result.output.splitlines())) <= 90
     values = pda_numba.spectrum(*smooth[:2], rank=64).singular_values
-    assert next(x for x in lines_of(result.output, "") if x[:1] == ["0"])[1:3] == [f"{x:.3g}" for x in values[0, [0, -1]]]
+    assert next(x for x in lines_of(result.output, "") if x[:1] == ["0"])[1:3] == [
+        f"{x:.3g}" for x in values[0, [0, -1]]
+    ]
 
 
 def test_explain_under_a_causal_mask(smooth):
