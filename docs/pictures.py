@@ -17,7 +17,7 @@ from PIL import Image
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted((HERE / "gallery").glob("*.py"))
-COLOURS = 96  # of a picture's palette: enough for lines, text and one colour map
+COLOURS = 128  # of a picture's palette
 
 
 def make(script, folder):

@@ -13,7 +13,7 @@ for name, marker in ("text", "o"), ("speech", "s"):
         true = np.linalg.norm(out - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
         panel.vlines(true, info.error, info.error_limit, color=colour, alpha=0.5)
         panel.plot(true, info.error, marker, color=colour, label=f"{name}, rank {rank}")
-ends = [5e-4, 0.5]
+ends = [3e-4, 0.5]
 panel.plot(ends, ends, color="grey", lw=1)
 panel.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
 panel.set(xlabel="true error", ylabel="claimed error, line to its 95 % limit")

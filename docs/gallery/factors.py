@@ -17,5 +17,6 @@ for i, head in enumerate((0, 4, 5)):
     panel.vlines(ranks, error, limit, color=line.get_color())
 panel.set(xlabel="rank", ylabel="relative error of the matrix", xscale="log", yscale="log")
 panel.set_xticks(ranks, ranks)
+panel.set_yticks([0.05, 0.1, 0.2, 0.5, 1], ["5 %", "10 %", "20 %", "50 %", "100 %"])
 panel.minorticks_off()
 panel.legend(fontsize=8)

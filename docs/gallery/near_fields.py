@@ -14,4 +14,4 @@ for panel, name in zip(panels, ("text", "speech"), strict=True):
         panel.bar(np.arange(len(q)) + 0.2 * i - 0.3, error, 0.2, label=near)
     panel.set(title=f"{name}, rank 64", xlabel="head", xticks=range(len(q)), yscale="log")
 panels[0].set(ylabel="true error of the output")
-panels[0].legend(title="near", fontsize=8, ncols=2)
+figure.legend(*panels[0].get_legend_handles_labels(), title="near", loc="outside right")
