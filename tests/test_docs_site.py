@@ -17,7 +17,7 @@ LOOK = """
 const width = document.documentElement.clientWidth
 const wide = [...document.querySelectorAll("article *")].filter(x => x.getBoundingClientRect().right > width + 1)
 const hides = x => getComputedStyle(x).overflowX !== "visible"
-const scrolls = x => x && x !== document.body && (hides(x) || scrolls(x.parentElement))
+const scrolls = x => x.tagName !== "ARTICLE" && (hides(x) || scrolls(x.parentElement))
 const formulas = [...document.querySelectorAll("math")]
 return {
   scroll: document.documentElement.scrollWidth, width,
@@ -29,6 +29,8 @@ return {
   broken: [...document.images].filter(x => x.complete && !x.naturalWidth && x.src).map(x => x.src),
 }
 """
+
+TOO_WIDE = "<div style='width: 2000px; height: 9px'></div>"
 
 
 class Page(html.parser.HTMLParser):
@@ -132,3 +134,5 @@ def test_pages_in_a_browser(site, browser, width):
         wrong += [f"{path.name}: {x}" for x in trouble]
     assert formulas > 100
     assert wrong == []
+    browser.execute_script("document.querySelector('article').insertAdjacentHTML('beforeend', arguments[0])", TOO_WIDE)
+    assert len(browser.execute_script(LOOK)["wide"]) == 1  # it would be seen

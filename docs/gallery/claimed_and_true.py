@@ -9,8 +9,12 @@ for name, marker in ("text", "o"), ("speech", "s"):
     q, k, v, scale = real_heads(name)
     exact = pda_numba.attention(q, k, v, scale=scale, method="exact")
     for rank, colour in (32, "tab:blue"), (64, "tab:orange"), (128, "tab:green"):
-        out, info = pda_numba.attention(q, k, v, scale=scale, method="pda", rank=rank, tol=None, return_info=True)
-        true = np.linalg.norm(out - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
+        out, info = pda_numba.attention(
+            q, k, v, scale=scale, method="pda", rank=rank, tol=None, return_info=True
+        )
+        true = np.linalg.norm(out - exact, axis=(1, 2)) / np.linalg.norm(
+            exact, axis=(1, 2)
+        )
         panel.vlines(true, info.error, info.error_limit, color=colour, alpha=0.5)
         panel.plot(true, info.error, marker, color=colour, label=f"{name}, rank {rank}")
 ends = [3e-4, 0.5]
