@@ -1,4 +1,4 @@
-"""The pages that give formulas say which function has each, and that function exists."""
+"""The pages that give formulas or statements say which function or test has each, and that is there."""
 
 import importlib
 import inspect
@@ -72,6 +72,13 @@ def test_every_adjoint_names_its_code():
         names = [name for name in NAME.findall(rest) if name.startswith("pda_numba.")]
         assert names, title
         assert all(callable(resolve(name)) for name in names), title
+
+
+def test_every_test_that_the_theory_names_exists():
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "theory.rst").read_text()))
+    there = re.findall(r"^def (test_\w+)", (Path(__file__).parent / "test_theory.py").read_text(), flags=re.MULTILINE)
+    assert len(named) > 20
+    assert named <= set(there)
 
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in DOCS.glob("*.rst")))
