@@ -139,6 +139,9 @@ def test_explain_of_bad_input(files):
     assert_fails(call("explain", *FILES, "--causal", "--window", 3), 2, "window must be 'auto' or 0")
     np.save("q.npy", np.ones((2, 0, D), np.float32))
     assert_fails(call("explain", *FILES), 2, "no queries: there is nothing to explain")
+    for name, shape in {"q": (0, N, D), "k": (0, M, D), "v": (0, M, E)}.items():
+        np.save(f"{name}.npy", np.ones(shape, np.float32))
+    assert_fails(call("explain", *FILES), 2, "no queries: there is nothing to explain")
     for name, shape in {"q": (N, D), "k": (M, D), "v": (M, E)}.items():
         np.save(f"{name}.npy", np.ones(shape, np.float32))
     assert call("explain", *FILES).exit_code == 0  # one head, of two axes

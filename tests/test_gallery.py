@@ -32,7 +32,14 @@ def test_scripts_run(script, tmp_path):
     picture = tmp_path / f"{script.stem}.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size <= LARGEST
-    if script.stem == "near_and_far":  # what the text says of it
-        near, exact, apart = names["near"], names["exact"], names["apart"]
-        np.testing.assert_array_equal(near + names["far"], names["whole"])
-        assert np.linalg.norm(near - exact * (apart <= 32)) < 0.02 * np.linalg.norm(near)  # all but its normaliser
+    if script.stem == "near_and_far":
+        check_near_and_far(names["exact"], names["whole"], names["near"])
+
+
+def check_near_and_far(exact, whole, near):
+    """The numbers of the text, to the percent that is said."""
+    size, values = np.linalg.norm(exact), np.linalg.svd(exact, compute_uv=False)
+    errors = np.linalg.norm(exact - near), np.linalg.norm(values[32:]), np.linalg.norm(whole - exact)
+    assert near.sum() / len(near) == pytest.approx(0.80, abs=0.005)
+    # the third depends on which rows are drawn, where another processor's rounding may decide
+    assert (abs(np.divide(errors, size) - [0.28, 0.69, 0.14]) <= [0.005, 0.005, 0.03]).all()

@@ -234,7 +234,7 @@ def explain(q_file, k_file, v_file, values, plot, causal, **choices):
     from . import explain as work
 
     q, k, v = _read(q_file, k_file, v_file, choices)
-    if not q.shape[-2]:
+    if 0 in _output_shape(q, k, v)[:-1]:
         raise files.BadInput(f"Q file '{q_file}' holds no queries: there is nothing to explain")
     work.run(q, k, v, plot, values, causal, **choices)
 
