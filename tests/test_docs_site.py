@@ -4,12 +4,15 @@ The browser's part needs selenium with chromium and chromedriver (`pip install "
 """
 
 import html.parser
+import re
 import shutil
 import urllib.parse
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
 WIDTHS = (1280, 390)  # a desktop's and a telephone's
 
 # What a page looks like to its reader: what sticks out, formulas that are not drawn, pictures that did not load.
@@ -58,8 +61,8 @@ def site(tmp_path_factory):
     for name in ("furo", "numpydoc", "latex2mathml"):
         pytest.importorskip(name)
     build = pytest.importorskip("sphinx.cmd.build")
-    folder, docs = tmp_path_factory.mktemp("site"), __file__.replace("tests/test_docs_site.py", "docs")
-    assert build.main(["-W", "--keep-going", "-q", "-b", "html", docs, str(folder)]) == 0
+    folder = tmp_path_factory.mktemp("site")
+    assert build.main(["-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(folder)]) == 0
     return {path: Page(path) for path in sorted(folder.rglob("*.html"))}
 
 
@@ -83,6 +86,13 @@ def test_every_link_leads_somewhere(site):
     path = next(iter(site))
     assert problem_of(path, "nowhere.html", site)
     assert problem_of(path, "#nowhere", site)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pda_numba/data/README.md"])
+def test_links_of_other_pages(name):
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text())
+    near = [link for link in links if not urllib.parse.urlsplit(link).scheme]
+    assert [link for link in near if not ((ROOT / name).parent / link).exists()] == []
 
 
 def test_nothing_comes_from_the_network(site):
