@@ -3,7 +3,8 @@
 from . import theory
 from .api import attention, estimate_error
 from .decode import AttentionCache
-from .factors import AttentionFactors, factorize
+from .factorize import factorize
+from .factors import AttentionFactors
 from .gradient import Residuals, attention_backward, attention_forward, attention_vjp
 from .info import AccuracyWarning, AttentionInfo, DecodeInfo, ErrorEstimate, GradientInfo
 from .options import NearField

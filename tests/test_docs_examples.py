@@ -28,8 +28,11 @@ def test_other_examples(name):
     assert doctest.testmod(module).failed == 0
 
 
-@pytest.mark.parametrize("page", ["spectrum"])
-def test_pages(page):
+@pytest.mark.parametrize("page", ["spectrum", "long_runs"])
+def test_pages(page, tmp_path, monkeypatch):
+    if page == "long_runs":
+        pytest.importorskip("dask")
+    monkeypatch.chdir(tmp_path)
     path = Path(__file__).parent.parent / "docs" / f"{page}.rst"
     result = doctest.testfile(str(path), module_relative=False)
     assert result.attempted >= 10

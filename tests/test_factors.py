@@ -10,7 +10,8 @@ import pytest
 
 from pda_numba import AttentionFactors, factorize
 
-module = importlib.import_module("pda_numba.factors")
+made = importlib.import_module("pda_numba.factorize")
+kept = importlib.import_module("pda_numba.factors")
 
 
 def dense(q, k):
@@ -61,13 +62,13 @@ def test_the_product_is_the_fit(monkeypatch):
     """E / den C A[I], with C from the oracle's ridge on what the fit had before it; one row is mended."""
     seen = []
 
-    class Model(module._Model):
+    class Model(made._Model):
         def __init__(self, *given):
             seen.append(given)
             super().__init__(*given)
 
-    monkeypatch.setattr(module, "_Model", Model)
-    monkeypatch.setattr(module, "_to_mend", lambda coordinates, leverage, chosen, count: chosen[:1])
+    monkeypatch.setattr(made, "_Model", Model)
+    monkeypatch.setattr(made, "_to_mend", lambda coordinates, leverage, chosen, count: chosen[:1])
     q, k, _ = problems.make("decaying", 400, 300, seed=3)
     found = factorize(q, k, rank=16)
     _, factor, landmarks, chosen, lse, weight, ridge = seen[0]
@@ -86,7 +87,7 @@ def test_the_product_is_the_fit(monkeypatch):
 def test_rows_that_the_fit_gets_wrong_are_mended(monkeypatch):
     q, k, _ = problems.make("outliers", 700, 500, seed=1)
     found, a = factorize(q, k, rank=24), dense(q, k)
-    monkeypatch.setattr(module, "_to_mend", lambda coordinates, leverage, chosen, count: chosen)
+    monkeypatch.setattr(made, "_to_mend", lambda coordinates, leverage, chosen, count: chosen)
     without = factorize(q, k, rank=24)
     assert naive.relative(product(found), a) < 0.9 * naive.relative(product(without), a)
     assert (np.linalg.norm(product(without), axis=1) <= 1 + 1e-5).all()  # no row of a softmax is longer
@@ -128,9 +129,9 @@ def test_rows_whose_normaliser_is_lost(monkeypatch, smooth):
     """They get their exact one. Here: all that cancel at all."""
     q, k, found = smooth
     asked = []
-    normalisers = module._normalisers
-    monkeypatch.setattr(module, "_normalisers", lambda *task: asked.append(task[2]) or normalisers(*task))
-    monkeypatch.setattr(module, "_LEAST_DEN", 0.999)
+    normalisers = made._normalisers
+    monkeypatch.setattr(made, "_normalisers", lambda *task: asked.append(task[2]) or normalisers(*task))
+    monkeypatch.setattr(made, "_LEAST_DEN", 0.999)
     again = factorize(q, k, rank=32)
     assert len(asked[0]) > 100
     a = dense(q, k)
@@ -240,6 +241,38 @@ def test_pullback_is_the_adjoint(shape, values, out, rng):
         np.testing.assert_allclose(result[index], product(factors, own) @ given[place], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("shape", "values"), [((), ()), ((), (3,)), ((4,), (2,)), ((2, 4), (1, 2)), ((2, 4), ()), ((1, 4), (3, 2))]
+)
+def test_gradients_of_apply_are_central_differences(shape, values, rng):
+    """With respect to values and factors, of <dout, left diag(s) right^T v>: linear in each of them, so that central
+    differences are exact but for rounding.
+    """
+    arrays = {
+        "left": rng.standard_normal((*shape, 7, 3)),
+        "singular_values": rng.random((*shape, 3)),
+        "right": rng.standard_normal((*shape, 5, 3)),
+        "v": rng.standard_normal((*values, 5, 2)),
+    }
+
+    def output(**moved):
+        now = {**arrays, **moved}
+        v = now.pop("v")
+        rest = {name: np.zeros(shape) for name in ("error", "error_limit", "frobenius_norm", "effective_rank")}
+        return AttentionFactors(**now, **rest).apply_vjp(v)
+
+    out, pullback = output()
+    dout = rng.standard_normal(out.shape)
+    dv, dleft, dvalues, dright = pullback(dout, factors=True)
+    np.testing.assert_array_equal(dv, pullback(dout))
+    found = {"left": dleft, "singular_values": dvalues, "right": dright, "v": dv}
+    for name, x in arrays.items():
+        assert found[name].shape == x.shape
+        direction = rng.standard_normal(x.shape)
+        ahead, behind = (output(**{name: x + step * direction})[0] for step in (0.5, -0.5))
+        assert np.sum(dout * (ahead - behind)) == pytest.approx(np.sum(found[name] * direction), rel=1e-11, abs=1e-11)
+
+
 def test_truncate(smooth):
     q, k, found = smooth
     whole, a = product(found), dense(q, k)
@@ -278,10 +311,10 @@ def test_files_of_others(smooth, tmp_path):
     for name in ("x.npy", "x.npz"):
         with pytest.raises(ValueError, match=wrong):
             AttentionFactors.load(tmp_path / name)
-    np.savez(path, format=module._FORMAT, version=2, **vars(found))
+    np.savez(path, format=kept._FORMAT, version=2, **vars(found))
     with pytest.raises(ValueError, match=r"path must name factors of version 1, got version 2 in .*factors\.npz"):
         AttentionFactors.load(path)
-    np.savez(path, format=module._FORMAT, version=1, left=found.left)
+    np.savez(path, format=kept._FORMAT, version=1, left=found.left)
     with pytest.raises(ValueError, match="which differs in effective_rank, error, error_limit"):
         AttentionFactors.load(path)
     with pytest.raises(FileNotFoundError):
@@ -313,6 +346,7 @@ def test_files_of_others(smooth, tmp_path):
         ),
         (lambda q, k: factorize(q, k, rank=2).apply([1.0]), TypeError, "v must be a NumPy array of"),
         (lambda q, k: factorize(q, k, rank=2).apply_vjp(k)[1](k), ValueError, "dout must have shape (9, 3), like the"),
+        (lambda q, k: factorize(q, k, rank=2).apply_vjp(k)[1](q, factors=1), TypeError, "factors must be"),
         (
             lambda q, k: factorize(np.stack([q] * 4), np.stack([k] * 4), rank=2).apply(np.stack([k] * 3)),
             ValueError,

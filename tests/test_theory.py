@@ -11,6 +11,7 @@ from scipy import stats
 
 import pda_numba
 from pda_numba import theory
+from pda_numba.theory import projection
 
 seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=50, deadline=None, derandomize=True)
@@ -85,7 +86,7 @@ def test_projection_dim_is_the_least_that_keeps_delta(bound, eps, length, delta,
     m = theory.projection_dim(eps, length, delta, norm=norm, bound=bound)
 
     def chance(m):
-        front, rate = theory._tail(eps / norm, bound)
+        front, rate = projection._tail(eps / norm, bound)
         return length**2 * front * math.exp(-m * rate)
 
     assert chance(m) <= delta * (1 + 1e-9)
@@ -244,6 +245,77 @@ def test_theorem_3_is_vacuous_for_long_sequences():
         assert theory.output_error_bound(eps, length, 0.0, 32) < math.sqrt(2 * length)
 
 
+# --- Theorems 6 and 7 ---
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
+@pytest.mark.parametrize(("d", "m"), [(12, 3), (12, 6), (12, 12)])
+def test_the_variance_of_a_projected_gradient(kind, d, m, rng):
+    k, draws = rng.standard_normal(d), 20000
+    p = rng.standard_normal((draws, d, m)) / math.sqrt(m)
+    if kind == "orthogonal":
+        p = np.linalg.qr(p)[0] * math.sqrt(d / m)
+    gradient = np.einsum("tdm,tm->td", p, np.einsum("tdm,d->tm", p, k))
+    squares = np.square(gradient - k).sum(axis=1) / (k @ k)
+    expected = theory.projection_gradient_variance(d, m, kind=kind)
+    # five standard deviations of the means; with all coordinates an orthogonal P is exact, to rounding
+    assert abs(squares.mean() - expected) <= 5 * squares.std() / math.sqrt(draws) + ROUNDING
+    error = np.abs(gradient.mean(axis=0) - k)
+    assert (error <= 5 * gradient.std(axis=0) / math.sqrt(draws) + ROUNDING).all()
+
+
+def test_no_constant_serves_theorem_6(rng):
+    """The bound is of eps, R and m alone; twice the values have four times the variance, and there is always more."""
+    bound = theory.gradient_variance_hypothesis(0.1, 32, 16, constant=7.0)
+    assert bound == pytest.approx(7 * (0.01 + 1 / 32 + 1 / 16))
+    q, k, v = (rng.standard_normal((40, 4)) for _ in range(3))
+    gradients = []
+    for seed in range(20):
+        p = pda_numba.projection_matrix(4, 2, kind="gaussian", seed=seed, dtype=np.float64)
+        dq = naive.gradients(q @ p, k @ p, v, np.ones((40, 4)), scale=0.5)[0] @ p.T
+        gradients.append(dq)
+    variance = np.var(gradients, axis=0).sum()
+    values = math.sqrt(2 * bound / variance)  # values so many times as large: dq is linear in them
+    assert np.var([values * dq for dq in gradients], axis=0).sum() > bound
+
+
+def descend(steps, step, smoothness, bias, deviation, rng):
+    """Mean squared gradient of descent on L x^2 / 2 from 1, in many runs, with noise in every step."""
+    x, total = np.ones(4000), 0.0
+    for _ in range(steps):
+        gradient = smoothness * x
+        total += np.mean(np.square(gradient))
+        x = x - step * (gradient + bias + deviation * rng.choice([-1.0, 1.0], x.shape))
+    return total / steps
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.3])
+@pytest.mark.parametrize("deviation", [0.0, 0.5])
+@pytest.mark.parametrize("step", [0.05, 0.5])
+def test_the_corrected_theorem_7_holds(step, deviation, bias, rng):
+    smoothness = 2.0
+    for steps in (1, 10, 500):
+        found = descend(steps, step, smoothness, bias, deviation, rng)
+        task = {"bias": bias, "variance": deviation**2}
+        # 4,000 runs know the mean to a hundredth; without noise there is none
+        assert found <= theory.training_bound(steps, smoothness / 2, step, smoothness, **task) * (
+            1.01 if deviation else 1
+        )
+
+
+def test_the_floor_of_training_is_attained(rng):
+    found = descend(20000, 0.5, 2.0, 0.3, 0.0, rng)
+    assert found == pytest.approx(theory.training_bound(20000, 1.0, 0.5, 2.0, bias=0.3), rel=2e-3)  # 2 gap / (step T)
+
+
+def test_theorem_7_needs_a_small_step(rng):
+    """Nothing in it rules out a step above 2 / L, with which even exact gradients diverge."""
+    assert descend(60, 1.1, 2.0, 0.0, 0.0, rng) > 1e6 * theory.training_hypothesis(60, 0.0, 10**9, 10**9)
+    assert theory.training_hypothesis(4, 0.1, 16, 25, constants=(8, 2)) == pytest.approx(
+        8 / 4 + 2 * (0.1 + 1 / 4 + 1 / 5)
+    )
+
+
 # --- 3.3 ---
 
 
@@ -278,6 +350,13 @@ def test_cost_of_a_million_tokens():
         (lambda: theory.decomposition_bound([1.0, -1.0], 1), "singular_values must be finite and at least 0"),
         (lambda: theory.rank_bound(1.0, 0.1, bound="standard"), "bound must be one of 'paper', 'sharp'"),
         (lambda: theory.permutation_attention(8, mass=1), "mass must be at least 0.5 and below 1, got 1.0"),
+        (lambda: theory.gradient_variance_hypothesis(-1, 1, 1), "eps must be finite and at least 0, got -1"),
+        (
+            lambda: theory.projection_gradient_variance(4, 2, kind="srht"),
+            "kind must be one of 'gaussian', 'orthogonal'",
+        ),
+        (lambda: theory.training_hypothesis(0, 0.1, 1, 1), "steps must be at least 1, got 0"),
+        (lambda: theory.training_bound(5, 1.0, 0.6, 2.0), "step_size must be at most 1 / smoothness, 0.5, got 0.6"),
         (lambda: theory.cost(8, 8, 8, 8, 8, 0), "rank must be at least 1, got 0"),
     ],
 )

@@ -209,7 +209,34 @@ def _check_table(found):
     return text.table("Claimed and true error", columns, rows)
 
 
-# --- spectrum ---
+# --- explain, spectrum ---
+
+
+@main.command()
+@_three_files
+@options.full
+@click.option("--causal", is_flag=True, help="Query i sees the keys up to i + M - N alone.")
+@click.option(
+    "--values",
+    type=click.IntRange(min=0),
+    metavar="R",
+    default=64,
+    show_default=True,
+    help="How many singular values, in quadratic time; 0 for none.",
+)
+@click.option("--plot", metavar="PICTURE", help="Picture to write or replace (png, svg, pdf).")
+@options.debug
+def explain(q_file, k_file, v_file, values, plot, causal, **choices):
+    """What each head's attention is like, what `run` would choose for it, and why.
+
+    Singular values, where the attention goes, and the method with its error and cost beside low rank.
+    """
+    from . import explain as work
+
+    q, k, v = _read(q_file, k_file, v_file, choices)
+    if 0 in _output_shape(q, k, v)[:-1]:
+        raise files.BadInput(f"Q file '{q_file}' holds no queries: there is nothing to explain")
+    work.run(q, k, v, plot, values, causal, **choices)
 
 
 @main.command()

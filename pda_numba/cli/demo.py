@@ -22,7 +22,6 @@ LONG_RANK, DIM = 128, 64  # of the long sequences
 PATIENCE = 8.0  # seconds: exact attention is timed while it is expected to take no longer
 ENOUGH = 0.5  # seconds: a call is repeated, for the best time, until they are spent
 CHECKED_ROWS = 1024
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,11 @@ def run(out, max_tokens, seed, tol, device):
         _measure(max_tokens, seed, tol, device)
         click.echo("No picture: matplotlib is not installed. To get one: pip install matplotlib")
         return
-    kind = os.path.splitext(out)[1].lower()
-    if kind not in PICTURES:
-        raise files.BadInput(f"--out must end in {', '.join(PICTURES)}; got '{out}'")
-    with files.Output(out, force=True, advice="give another path with --out") as target:
+    with files.picture(out, "--out") as target:
         by_tol, by_rank, longer = _measure(max_tokens, seed, tol, device)
         from . import figure
 
-        figure.draw(by_tol, by_rank, longer, tol, target.temporary, kind[1:])
+        figure.draw(by_tol, by_rank, longer, tol, target.temporary, os.path.splitext(out)[1].lower()[1:])
         target.finish()
     click.echo(f"Picture: {out}")
 

@@ -1,7 +1,8 @@
 """Pictures.
 
-The demo's: on the left what was claimed against what is true, on the right time against length. And that of a spectrum:
-singular values, and what is left of the matrix behind them.
+The demo's: on the left what was claimed against what is true, on the right time against length. That of a spectrum:
+singular values, and what is left of the matrix behind them. That of an explanation: the latter with what low rank
+claims, and where the attention goes.
 """
 
 from typing import Any
@@ -47,23 +48,70 @@ def draw_spectrum(found, path, kind):
     """Write the picture of a `Spectrum`, a line for each head."""
     with plt.rc_context(_STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-        heads = list(np.ndindex(found.error.shape))
-        colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, max(len(heads), 1)))
-        for head, colour in zip(heads, colours, strict=False):
-            values, tail = found.singular_values[head], found.tail[head]
-            name = "head " + " ".join(map(str, head)) if head else None
+        for head, colour in _heads(found.error.shape):
+            values = found.singular_values[head]
             left.plot(np.arange(1, len(values) + 1), np.where(values > 0, values, np.nan), color=colour, lw=2)
-            right.plot(np.arange(len(tail)), np.where(tail > 0, tail, np.nan), color=colour, lw=2, label=name)
         left.set(yscale="log", xlabel="index", ylabel="singular value")
         left.set_title("Singular values of exact attention")
-        right.set(yscale="log", xlabel="rank", ylabel="relative Frobenius error")
+        _tails(right, found)
         right.set_title("The best approximation of each rank")
         for axes in (left, right):
             axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.8)
-        if 1 < len(heads) <= 12:
-            right.legend(loc="best", ncols=2)
         figure.savefig(path, format=kind, dpi=150, facecolor="white")
         plt.close(figure)
+
+
+def draw_explanation(explanation, path, kind):
+    """Write the picture of an `explain.Explanation`."""
+    with plt.rc_context(_STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+        if explanation.found is not None:
+            _tails(left, explanation.found)
+        for info, marker in ((explanation.low, "o"), (explanation.chosen, "D")):
+            for head, colour in _heads(info.method.shape):
+                if info.method[head] == "pda":
+                    left.plot(info.rank[head], info.error[head], marker, color=colour, ms=8, mec="white", mew=0.8)
+        left.set(yscale="log", xlabel="rank", ylabel="relative error")
+        left.set_title("Best of each rank (lines); claimed (dots)")
+        left.grid(axis="y", color=GREY, alpha=0.25, lw=0.8)
+        _bars(right, explanation.shares)
+        figure.savefig(path, format=kind, dpi=150, facecolor="white")
+        plt.close(figure)
+
+
+def _heads(shape):
+    """[(head, its colour)]."""
+    heads = list(np.ndindex(shape))
+    return list(zip(heads, plt.get_cmap("viridis")(np.linspace(0, 0.85, len(heads))), strict=True))
+
+
+def _name(head):
+    return "head " + " ".join(map(str, head)) if head else None
+
+
+def _tails(axes, found):
+    """What the best approximation of each rank leaves, a line for each head."""
+    heads = _heads(found.error.shape)
+    for head, colour in heads:
+        tail = found.tail[head]
+        axes.plot(np.arange(len(tail)), np.where(tail > 0, tail, np.nan), color=colour, lw=2, label=_name(head))
+    axes.set(yscale="log", xlabel="rank", ylabel="relative Frobenius error")
+    if 1 < len(heads) <= 12:
+        axes.legend(loc="best", ncols=2)
+
+
+def _bars(axes, shares):
+    """Shares of the attention's mass: a group of bars for each head."""
+    heads = list(np.ndindex(next(iter(shares.values())).shape))
+    height, colours = 0.8 / len(shares), (BLUE, "#7fb2dd", ORANGE, GREY)
+    for i, ((name, share), colour) in enumerate(zip(shares.items(), colours[-len(shares) :], strict=True)):
+        axes.barh(np.arange(len(heads)) + i * height, 100 * share.ravel(), height, color=colour, label=name)
+    if len(heads) <= 16:
+        axes.set_yticks(np.arange(len(heads)) + 0.4 - height / 2, [_name(head) or "" for head in heads])
+    axes.set(xlabel="percent of the attention", xlim=(0, 100))
+    axes.invert_yaxis()
+    axes.set_title("Where the attention goes")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
 
 
 def _errors(axes, by_tol, by_rank, tol):

@@ -1,6 +1,7 @@
-"""Reading and writing .npy files: memory-mapped in, atomically out."""
+"""Files: .npy arrays memory-mapped in, arrays and pictures atomically out."""
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import stat
@@ -10,6 +11,7 @@ import numpy as np
 
 _MAGIC = b"\x93NUMPY"
 _FLOATS = ("float16", "float32", "float64")
+_PICTURES = (".png", ".svg", ".pdf")
 _unfinished: set[str] = set()
 
 
@@ -134,6 +136,17 @@ class Output:
         _unfinished.discard(self.temporary)
         if os.name == "posix":
             _sync(os.path.dirname(self.path))
+
+
+def picture(path, option):
+    """The `Output` for a picture that `option` names, to be opened before any work; nothing without a path."""
+    if path is None:
+        return contextlib.nullcontext()
+    if os.path.splitext(path)[1].lower() not in _PICTURES:
+        raise BadInput(f"{option} must end in {', '.join(_PICTURES)}; got '{path}'")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInput(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
+    return Output(path, force=True, advice=f"give another path with {option}")
 
 
 def _sync(path):

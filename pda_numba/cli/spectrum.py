@@ -1,7 +1,5 @@
 """`pda-numba spectrum`: the singular values of exact attention, as a table and as a picture."""
 
-import contextlib
-import importlib.util
 import os
 
 import click
@@ -12,7 +10,6 @@ import pda_numba
 from . import files, text, waiting
 from .errors import bad_input
 
-PICTURES = (".png", ".svg", ".pdf")
 TOLERANCES = (0.3, 0.1, 0.03)  # for which the table has the rank that is needed
 RANK = 64
 
@@ -21,7 +18,7 @@ def run(q, k, plot, rank, **choices):
     """Compute, print, and draw if `plot` is a path."""
     if rank is None:
         rank = max(1, min(RANK, q.shape[-2], k.shape[-2]))
-    with _picture(plot) as target:
+    with files.picture(plot, "--plot") as target:
         with bad_input(), waiting.Steps() as steps:
             steps.next(f"singular values: {'x'.join(map(str, q.shape))} queries, {k.shape[-2]:,} keys")
             found = waiting.call(pda_numba.spectrum, q, k, rank=rank, **choices)
@@ -34,17 +31,6 @@ def run(q, k, plot, rank, **choices):
             figure.draw_spectrum(found, target.temporary, os.path.splitext(plot)[1].lower()[1:])
             target.finish()
             click.echo(f"Picture: {plot}")
-
-
-def _picture(path):
-    """The file for the picture, opened before any work; None without one."""
-    if path is None:
-        return contextlib.nullcontext()
-    if os.path.splitext(path)[1].lower() not in PICTURES:
-        raise files.BadInput(f"--plot must end in {', '.join(PICTURES)}; got '{path}'")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise files.BadInput("--plot needs matplotlib, which is not installed: pip install matplotlib")
-    return files.Output(path, force=True, advice="give another path with --plot")
 
 
 def table(found):
