@@ -147,8 +147,8 @@ def verdicts(rows, ranks):
             f"At R = {last} its best multiple is {found['stage 2'][at_last].min():.2f} to "
             f"{found['stage 2'][at_last].max():.2f} off, the mended one {found['mended'][at_last].min():.2f} to "
             f"{found['mended'][at_last].max():.2f}, although that has the logits to {whole.max():.1g}; the best of "
-            f"that rank is {found['best'][at_last].min():.2g} to {found['best'][at_last].max():.2g} off. On {nearer} of "
-            f"{at_last.sum()} heads stage 2 is nearer than the mean row, which is of rank 1",
+            f"that rank is {found['best'][at_last].min():.2g} to {found['best'][at_last].max():.2g} off. On {nearer} "
+            f"of {at_last.sum()} heads stage 2 is nearer than the mean row, which is of rank 1",
         ),
         verdict(
             "Sketch, QR and SVD come close to the best rank R",
