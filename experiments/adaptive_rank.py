@@ -119,21 +119,16 @@ def cost_of(rows):
 
 
 def draw(path, rows, tols):
-    with picture(path, 3) as axes:
-        for column, marker in (("R, paper", "v"), ("R, sharp", "^"), ("R, needed", "o"), ("R, ours", "x")):
-            values = np.array([(r[2], r[HEADER.index(column)]) for r in rows], float)
-            values = values[values[:, 1] > 0]
-            axes[0].loglog(values[:, 0], values[:, 1], marker, alpha=0.6, label=column)
-        axes[0].set(title="rank", xlabel="tol")
-        axes[0].legend(fontsize=7)
-        for axis, what in zip(axes[1:], ("error", "cost"), strict=True):
-            for column, marker in ((f"{what}, paper", "v"), (f"{what}, ours", "x")):
-                values = np.array([(r[2], r[HEADER.index(column)]) for r in rows], float)
-                axis.loglog(values[:, 0], np.maximum(values[:, 1], 1e-7), marker, alpha=0.6, label=column)
-            axis.set(title=what, xlabel="tol")
-            axis.legend(fontsize=7)
-        axes[1].plot(tols, tols, "k:", lw=1)
-        axes[2].axhline(1, color="k", lw=1, ls=":")
+    with picture(path, len(tols)) as axes:
+        for axis, tol in zip(np.atleast_1d(axes), tols, strict=True):
+            kept = [dict(zip(HEADER, r, strict=True)) for r in rows if r[2] == tol]
+            for column, marker in (("R, paper", "v"), ("R, sharp", "^"), ("R, needed", "o"), ("R, ours", "x")):
+                shown = [(i, r[column]) for i, r in enumerate(kept) if r[column] > 0]
+                axis.semilogy(*zip(*shown, strict=True), marker, label=column)
+            axis.semilogy([r["N"] for r in kept], "k_", label="N")
+            axis.set_xticks(range(len(kept)), [r["head"] for r in kept], rotation=90, fontsize=7)
+            axis.set(title=f"tol = {tol:g}", ylabel="rank")
+        np.atleast_1d(axes)[0].legend(fontsize=7)
 
 
 @command(__doc__)

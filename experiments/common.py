@@ -88,7 +88,7 @@ def show(sizes, tables, verdicts):
 
 @contextlib.contextmanager
 def picture(path, panels):
-    """Axes side by side; what is drawn on them becomes a png of few colours, which is a small file."""
+    """Axes side by side; what is drawn on them becomes a png of 256 colours, which is a small file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,7 +100,7 @@ def picture(path, panels):
     whole = io.BytesIO()
     figure.savefig(whole, dpi=100)
     plt.close(figure)
-    Image.open(whole).convert("RGB").quantize(64).save(path, optimize=True)
+    Image.open(whole).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 # --- processes of their own ---

@@ -165,7 +165,7 @@ def draw(path, rows, names):
         for axis, name in zip(axes, names, strict=True):
             data = np.array([r[1:] for r in rows if r[0] == name], float).T
             for i, curve in enumerate(CURVES[:-1]):
-                style = {"best": "k-", "paper": "k:", "sharp": "k--"}.get(curve, "o-")
+                style = {"best": "k-", "paper": "k:", "sharp": "k--", "power": "kx"}.get(curve, "o-")
                 axis.loglog(data[0], data[1 + i], style, ms=4, label=curve)
             axis.set(title=name, xlabel="R", ylabel="error relative to |A|")
         axes[0].legend(fontsize=7)

@@ -96,7 +96,7 @@ def verdicts(rows, single, seeds, tol):
             "Several runs make them sure",
             "confirmed" if left["paper"] < 2 * seeds**-0.5 else "corrected",  # errors without a bias fall like n^-0.5
             f"The mean of all runs still has {left['fixed']:.2f} of one run's error at a fixed rank (median), as in "
-            f"the paper {left['paper']:.2f}: this much is the same for every seed",
+            f"the paper {left['paper']:.2f}; of errors that have nothing in common it would be {seeds**-0.5:.2f}",
         ),
         verdict(
             f"One run that claims tol = {tol:g} keeps it",
@@ -123,7 +123,7 @@ def draw(path, single, tol):
 @click.option("--tokens", default=4096, show_default=True, help="At most.")
 @click.option("--seeds", default=50, show_default=True)
 @click.option("--rank", default=64, show_default=True)
-@click.option("--tol", default=0.05, show_default=True)
+@click.option("--tol", default=0.1, show_default=True)
 def main(out, tokens, seeds, rank, tol):
     warnings.simplefilter("ignore", pda_numba.AccuracyWarning)  # the errors are what is measured
     rows, single = measure(tokens, seeds, rank, tol)
