@@ -181,7 +181,7 @@ def draw(path, curves):
 
 @command(__doc__)
 @click.option("--tokens", default=1024, show_default=True, help="Of a window; documents have up to twice as many.")
-@click.option("--steps", default=60, show_default=True)
+@click.option("--steps", default=40, show_default=True)
 @click.option("--seeds", default=3, show_default=True)
 @click.option("--archive", type=click.Path(exists=True, dir_okay=False), help="Debian's linux-doc-6.1, if it is here.")
 def main(out, tokens, steps, seeds, archive):

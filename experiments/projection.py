@@ -191,7 +191,7 @@ def draw(path, rows, heads):
 @command(__doc__)
 @click.option("--length", default=512, show_default=True, help="Made-up queries, and keys.")
 @click.option("--tokens", default=2048, show_default=True, help="Of real heads, at most.")
-@click.option("--seeds", default=50, show_default=True)
+@click.option("--seeds", default=20, show_default=True)
 def main(out, length, tokens, seeds):
     rows, heads, factors = measure(length, seeds), measure_heads(tokens), slopes(length, 128, 16, seeds)
     heads_header = ["head", "projection", "largest logit error", "the theorem's eps", "error of the softmax"]
