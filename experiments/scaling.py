@@ -5,10 +5,8 @@
 Theorems 4 and 5: time O(L d m + L m R + L R d_v) and memory O(L (d + m + R)), so that with m, R = O(log L) both are
 close to linear; that such an R is enough rests on Lemma 2.1. Measured, D = E = 32, each size in a process of its own:
 the seconds of a call, the peak of memory beyond inputs and output, and the error of 256 random rows against exact ones
-in float64. For R = 64, for R = 6 log2 L, and for exact attention as far as it goes; on a smooth head and a rough one.
-
-No near field and no projection: neither makes a pass over the tokens that is not there without, and the fit is to
-exact rows, whose cost does not depend on m.
+in float64, the median and the worst of three seeds. For R = 64, for R = 6 log2 L, and for exact attention as far as it
+goes; on a smooth head and a rough one; without a near field and without a projection.
 
 Writes scaling.csv and scaling.png.
 """
@@ -25,10 +23,10 @@ import pda_numba
 from pda_numba import theory
 from pda_numba.data import smooth_heads
 
-DIM, ROWS, CHUNK = 32, 256, 64
+DIM, ROWS, CHUNK, SEEDS = 32, 256, 64, 3
 SIZES = (1024, 4096, 16384, 65536, 262_144, 1_048_576)
 METHODS = {"R = 64": lambda n: 64, "R = 6 log2 L": lambda n: round(6 * math.log2(n)), "exact": lambda n: 0}
-HEADER = ["head", "method", "L", "R", "seconds", "MB", "error", "claimed", "95 % limit", "operations"]
+HEADER = ["head", "method", "L", "R", "seconds", "MB", "error", "worst", "claimed", "95 % limit", "operations"]
 
 
 def rough_heads(shape):
@@ -52,8 +50,8 @@ def measure_one(head, method, n):
     first = min(n, 4096)  # loads the kernels, which is not this size's doing
     pda_numba.attention(q[:first], k[:first], v[:first], **options)
 
-    def call():
-        return pda_numba.attention(q, k, v, out=out, return_info=True, **options)
+    def call(seed=0):
+        return pda_numba.attention(q, k, v, out=out, seed=seed, return_info=True, **options)
 
     start = time.perf_counter()
     (_, info), peak = peak_of(call)
@@ -62,16 +60,21 @@ def measure_one(head, method, n):
         start = time.perf_counter()
         call()
         seconds = min(seconds, time.perf_counter() - start)
-    error = true_error(out, q, k, v)
-    return rank, seconds, peak / 1e6, error, float(info.error), float(info.error_limit), float(info.flops)
+    which, true = true_rows(q, k, v)
+    found = [(off(out[which], true), float(info.error), float(info.error_limit))]
+    for seed in range(1, SEEDS if rank else 1):
+        _, own = call(seed)
+        found.append((off(out[which], true), float(own.error), float(own.error_limit)))
+    error, claimed, limit = (float(x) for x in np.median(found, axis=0))
+    return rank, seconds, peak / 1e6, error, max(found)[0], claimed, limit, float(info.flops)
 
 
-def true_error(out, q, k, v):
-    """Of a few rows drawn at random, by nothing of the package."""
+def true_rows(q, k, v):
+    """Which rows, drawn at random, and their exact output, by nothing of the package."""
     which = np.random.default_rng(5).choice(len(q), ROWS, replace=False)
     chunks = np.split(which, range(CHUNK, ROWS, CHUNK))
     true = np.concatenate([softmax(q[i], k, DIM**-0.5) @ v.astype(float) for i in chunks])
-    return off(out[which], true)
+    return which, true
 
 
 def measure(heads, sizes, longest_exact):
@@ -104,6 +107,7 @@ def verdicts(rows):
     times = {method: max(fitted(rows, head, method, "seconds") for head in heads) for method in METHODS}
     memory = max(fitted(rows, head, log, "MB") for head in heads)
     growth = {head: fitted(rows, head, log, "error") for head in heads}
+    worst = {head: curve(rows, head, log, "worst")[1].max() for head in heads}
     last = max(r[2] for r in rows)
     at_last = {(r[0], r[1]): r for r in rows if r[2] == last}
     longest = at_last[heads[0], log]
@@ -115,7 +119,7 @@ def verdicts(rows):
             "Theorem 4, time O(L log L) with R = O(log L)",
             "confirmed" if times[log] < 1.2 else "refuted",
             f"Seconds ~ L^{times['R = 64']:.2f} at R = 64, L^{times[log]:.2f} at {log}, exact L^{times['exact']:.2f}; "
-            f"{last:,} tokens in {longest[4]:.1f} s with {longest[9]:.2g} operations, where the paper's algorithm "
+            f"{last:,} tokens in {longest[4]:.1f} s with {longest[10]:.2g} operations, where the paper's algorithm "
             f"would take {paper.counted.flops:.2g}",
         ),
         verdict(
@@ -128,7 +132,8 @@ def verdicts(rows):
             "R = O(log L) is enough at every length",
             "confirmed" if all(x[1] <= x[0] for x in ends.values()) else "refuted",
             "; ".join(
-                f"{head}: error {ends[head][0]:.2g} to {ends[head][1]:.2g}, ~ L^{growth[head]:.2f} on the longer half"
+                f"{head}: error {ends[head][0]:.2g} to {ends[head][1]:.2g}, ~ L^{growth[head]:.2f} on the longer half, "
+                f"the worst seed {worst[head]:.2g}"
                 for head in heads
             ),
         ),
