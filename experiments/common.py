@@ -83,7 +83,10 @@ def show(sizes, tables, verdicts):
     print(f"pda_numba {pda_numba.__version__}, {numba.get_num_threads()} threads; {sizes}")
     for title, header, rows in tables:
         print(f"\n{title}\n\n{table(header, rows)}")
-    print("\n" + "\n".join(textwrap.fill(line, 110, subsequent_indent="    ") for line in verdicts))
+    print(
+        "\n"
+        + "\n".join(textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False) for line in verdicts)
+    )
 
 
 @contextlib.contextmanager

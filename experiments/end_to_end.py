@@ -122,6 +122,7 @@ def measure(both, steps, seeds):
                 error = float(np.median([np.median(info.error) for info in infos])) if infos else 0.0
                 last = float(np.mean(losses[-max(1, steps // 10) :]))
                 rows.append((task.name, name, seed, last, loss, float(accuracy), exact, error, seconds))
+                click.echo(f"{task.name}, {name}, seed {seed}: {loss:.3f}", err=True)
                 curves.setdefault((task.name, name), losses)
     return rows, curves
 
