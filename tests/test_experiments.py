@@ -90,9 +90,9 @@ def test_scaling(experiment):
 
 
 def test_adaptive_rank(experiment):
-    printed, rows = experiment("adaptive_rank", "--tokens", "600", "--rank", "64", "--tol", "0.3")
+    printed, rows = experiment("adaptive_rank", "--tokens", "600", "--rank", "64", "--tol", "0.3", "--tol", "0.1")
     assert verdicts(printed)[0] == "CONFIRMED"
-    assert len(rows) == 16
+    assert len(rows) == 16 * 2
     for row in rows:
         paper, sharp, needed = numbers(row, "R, paper", "R, sharp", "R, needed")
         assert paper >= sharp >= needed
@@ -110,11 +110,11 @@ def test_spread(experiment):
 
 
 def test_end_to_end(experiment):
-    printed, rows = experiment("end_to_end", "--tokens", "512", "--steps", "2", "--seeds", "2")
+    printed, rows = experiment("end_to_end", "--tokens", "512", "--steps", "1", "--seeds", "1")
     assert len(verdicts(printed)) == 8
     assert "stand-in" in printed
-    assert len(rows) == 2 * (8 + 2)
+    assert len(rows) == 2 * 8
     for row in rows:
-        assert 0 < float(row["held-out loss"]) < 6  # two steps from a guess among 97 characters, log 97 = 4.6
+        assert 0 < float(row["held-out loss"]) < 6  # one step from a guess among 97 characters, log 97 = 4.6
         if row["attention"] in ("exact", "none"):
             assert row["held-out loss"] == row["loss, exact"]
