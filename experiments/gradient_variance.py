@@ -14,11 +14,9 @@ new seed at every step; the mean squared norm of the *exact* gradient over the l
 Writes variance.csv, training.csv and gradient_variance.png.
 """
 
-import csv
-import pathlib
-
 import click
 import numpy as np
+from common import command, exponent, picture, write
 
 import pda_numba
 from pda_numba import attention_vjp
@@ -104,11 +102,6 @@ def measure_training(tokens, steps):
 # --- results ---
 
 
-def exponent(sizes, values):
-    """p of values ~ size^p."""
-    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
-
-
 def verdicts(variance, training):
     lines = []
     for name in dict.fromkeys(row[0] for row in variance):
@@ -125,46 +118,31 @@ def verdicts(variance, training):
     return lines
 
 
-def write(folder, name, header, rows):
-    with open(folder / name, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
+def draw(path, variance, training):
+    with picture(path, 3) as axes:
+        for axis, by, title in zip(axes, ("R", "m"), ("over the rank", "over the projected dimension"), strict=False):
+            for name in dict.fromkeys(row[0] for row in variance):
+                chosen = np.array([row[2:] for row in variance if row[:2] == (name, by)], float)
+                (line,) = axis.loglog(chosen[:, 0], chosen[:, 1], "o-", label=f"{name}, variance")
+                axis.loglog(chosen[:, 0], chosen[0, 1] * chosen[0, 0] / chosen[:, 0], ":", color=line.get_color())
+                axis.loglog(chosen[:, 0], chosen[:, 2], "x--", color=line.get_color(), label=f"{name}, squared bias")
+            axis.set(title=f"Theorem 6, {title}", xlabel=by, ylabel=f"relative to |gradient|² (dotted: 1/{by})")
+            axis.legend()
+        for rank, values in training.items():
+            axes[2].semilogy(values, label="exact" if rank is None else f"R = {rank}")
+        axes[2].set(title="Theorem 7", xlabel="step", ylabel="|exact gradient|²")
+        axes[2].legend()
 
 
-def draw(folder, variance, training):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for axis, by, title in zip(axes, ("R", "m"), ("over the rank", "over the projected dimension"), strict=False):
-        for name in dict.fromkeys(row[0] for row in variance):
-            chosen = np.array([row[2:] for row in variance if row[:2] == (name, by)], float)
-            (line,) = axis.loglog(chosen[:, 0], chosen[:, 1], "o-", label=f"{name}, variance")
-            axis.loglog(chosen[:, 0], chosen[0, 1] * chosen[0, 0] / chosen[:, 0], ":", color=line.get_color())
-            axis.loglog(chosen[:, 0], chosen[:, 2], "x--", color=line.get_color(), label=f"{name}, squared bias")
-        axis.set(title=f"Theorem 6, {title}", xlabel=by, ylabel=f"relative to |gradient|² (dotted: 1/{by})")
-        axis.legend()
-    for rank, values in training.items():
-        axes[2].semilogy(values, label="exact" if rank is None else f"R = {rank}")
-    axes[2].set(title="Theorem 7", xlabel="step", ylabel="|exact gradient|²")
-    axes[2].legend()
-    figure.savefig(folder / "gradient_variance.png", dpi=110)
-
-
-@click.command(help=__doc__.split("\n\n")[0])
-@click.option("--out", default="results", type=click.Path(path_type=pathlib.Path), help="Folder for the results.")
+@command(__doc__)
 @click.option("--tokens", default=2048, show_default=True)
 @click.option("--seeds", default=20, show_default=True)
 @click.option("--steps", default=240, show_default=True)
 def main(out, tokens, seeds, steps):
-    out.mkdir(parents=True, exist_ok=True)
     variance, training = measure_variance(tokens, seeds), measure_training(tokens // 2, steps)
     write(out, "variance.csv", ["head", "over", "size", "variance", "squared bias"], variance)
     write(out, "training.csv", ["step", "exact", *RANKS], zip(range(steps), *training.values(), strict=True))
-    draw(out, variance, training)
+    draw(out / "gradient_variance.png", variance, training)
     print(f"pda_numba {pda_numba.__version__}, N = {tokens}, {seeds} seeds, {steps} steps")
     print("\n".join(verdicts(variance, training)))
 
