@@ -12,7 +12,7 @@ text is a novel in the public domain (see `fetch_novel`), or any file. A method 
     window              the last 512 tokens only
     streamed            pda_numba.attention(..., method="exact")
     tol=0.1             pda_numba.attention(..., tol=0.1)
-    rank=128            pda_numba.attention(..., rank=128, method="pda"): no head falls back to exact attention
+    rank=128            pda_numba.attention(..., rank=128): by low rank wherever that costs less, whatever the error
     rank=64,seed=1      several options
 
 Results are added to a file in the output folder; what is there already is not computed again.

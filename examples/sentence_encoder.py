@@ -35,6 +35,11 @@ METHODS = "exact;average;first 512;streamed;tol=0.1;tol=0.03;tol=0.01;rank=16;ra
 OWN = {"exact": minilm.exact, "average": minilm.average, "first 512": minilm.exact}
 
 
+def attend_by(method):
+    """Attention by a method's name; with a rank no head falls back to exact attention, which costs less here."""
+    return Attend(method, OWN, **({"method": "pda"} if method.startswith("rank") else {}))
+
+
 def windows(pieces, texts, count, tokens):
     """`count` windows of so many tokens, taken in turn from the texts at distances as large as they allow."""
     each = -(-count // len(texts))
@@ -63,7 +68,7 @@ def padded(texts):
 
 def embedded(model, texts, method, console):
     """Embeddings of texts one by one, and what it took."""
-    attend, found = Attend(method, OWN), []
+    attend, found = attend_by(method), []
     start = time.perf_counter()
     for ids in track(texts, description=method, console=console, transient=True, disable=not console.is_terminal):
         ids = shortened(ids, 512) if method == "first 512" else ids
@@ -74,7 +79,7 @@ def embedded(model, texts, method, console):
 def together(model, texts, method):
     """Embeddings of texts of several lengths as one padded batch, and what it took."""
     tokens, lengths = padded(texts)
-    attend, start = Attend(method, OWN), time.perf_counter()
+    attend, start = attend_by(method), time.perf_counter()
     found = model.embed(tokens, lengths, attend, key_lengths=np.array(lengths))
     return found, {"seconds": time.perf_counter() - start, **attend.said()}
 

@@ -13,7 +13,7 @@ import numpy as np
 from .finish import Beside, finish
 from .residuals import keep_low_rank
 from .results import LEAVE_ONE_OUT, SIZE, SLOPE, HeadResult, note
-from .solve import solve, uniform_part
+from .solve import dear, solve, uniform_part
 
 # A rank whose leave-one-out error exceeds this multiple of tol is not worth a certificate.
 _HOPE = 2.0
@@ -34,6 +34,14 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, besi
     for rank in ranks:
         last = rank == ranks[-1]
         sample = uniform_part(problem, active, sample, rank, results, clock)
+        left = ~dear(problem, active, sample, options, rank, clock)
+        for head in active[~left]:
+            results[head].method, results[head].reason = "exact", "exact is cheaper than the near field that it needs"
+        if not left.any():
+            break
+        if not left.all():
+            active, sample = active[left], sample.keep(left)
+            previous = previous if previous is None else previous[left]
         solved = solve(problem, active, sample, options, rank, results, clock, slope=not last)
         certain = fixed or (last and options.method == "pda")
         hope = np.inf if certain else _HOPE * options.tol

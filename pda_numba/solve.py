@@ -97,6 +97,19 @@ def uniform_part(problem, heads, sample, rank, results, clock):
     return Sample(new, out, lse, masses, pi, rows0, out0, lse0, pi0, device)
 
 
+def dear(problem, heads, sample, options, rank, clock):
+    """Which heads seem to need a near field by content that costs more than exact attention: bool, on the host.
+
+    Only where the output is to be merged: elsewhere a window may do as well.
+    """
+    wished, (n, m, d, e) = options.near, problem.shape
+    most = plan.pda_flops(n, m, d, e, rank) + plan.content_flops(n, m, d, e, wished.probes[-1], wished)
+    if not problem.merged or options.method == "pda" or most <= plan.exact_flops(n, m, d, e):
+        return np.zeros(len(heads), bool)
+    with clock.stage("landmarks"):
+        return trial.peaked(problem, heads, wished, _draw_pool(problem, heads, sample, rank, -1))
+
+
 def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=targets):
     """Everything between the uniform rows and the output, at one rank; `far` says what the fit is to match."""
     device, count = problem.device, len(heads)

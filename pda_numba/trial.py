@@ -237,16 +237,20 @@ def look(problem, heads, wished, pool):
 
     `pool` is the landmarks' candidates, as `landmarks.choose` takes them. Waits for the device, if it must.
     """
+    tried = peaked(problem, heads, wished, pool)
+    return Known(content.by_bucket(problem, heads, pool, wished) if tried.any() else None, tried)
+
+
+def peaked(problem, heads, wished, pool):
+    """For which heads a near field by content is worth a try. Waits for the device, if it must."""
     device, (columns, _, size) = problem.device, pool
     if not _has_buckets(problem, wished):
-        tried = np.zeros(len(heads), bool)
-    elif 0 not in wished.probes:
-        tried = np.ones(len(heads), bool)
-    else:
-        peak = device.empty(len(size), np.float64)
-        device.run(_peak_cpu, _peak_cuda, (len(size),), columns, size, peak)
-        tried = device.download(peak) * (wished.heavy + wished.probes[1] * wished.size) >= _PEAKED
-    return Known(content.by_bucket(problem, heads, pool, wished) if tried.any() else None, tried)
+        return np.zeros(len(heads), bool)
+    if 0 not in wished.probes:
+        return np.ones(len(heads), bool)
+    peak = device.empty(len(size), np.float64)
+    device.run(_peak_cpu, _peak_cuda, (len(size),), columns, size, peak)
+    return device.download(peak) * (wished.heavy + wished.probes[1] * wished.size) >= _PEAKED
 
 
 def look_again(problem, heads, wished, pool, known, again):

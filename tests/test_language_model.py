@@ -341,4 +341,4 @@ def test_hidden_number(pieces):
 def test_options_of():
     assert options_of("streamed") == {"method": "exact"}
     assert options_of("tol=0.1") == {"tol": 0.1}
-    assert options_of("rank=64,seed=3") == {"method": "pda", "rank": 64, "seed": 3}
+    assert options_of("rank=64,seed=3") == {"rank": 64, "seed": 3}

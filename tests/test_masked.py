@@ -3,9 +3,11 @@
 import masks
 import naive
 import numpy as np
+import problems
 import pytest
 
 import pda_numba
+import pda_numba.data
 from pda_numba import attention, attention_backward, attention_forward
 from pda_numba.rectangles import LEAF, Segment, divide
 
@@ -82,6 +84,23 @@ def test_layouts_and_dtypes(make):
 
 
 # --- low rank ---
+
+
+def test_a_rectangle_is_exact_where_its_near_field_would_cost_more():
+    """Both heads have one rectangle for which low rank alone would pay."""
+    smooth, peaked = (
+        (x[0] for x in pda_numba.data.smooth_heads((1, 8192, 64))),
+        problems.make("peaked", 8192, d=64, e=64, seed=0),
+    )
+    q, k, v = (np.stack(x) for x in zip(smooth, peaked, strict=True))
+    out, info = attention(q, k, v, causal=True, rank=32, tol=None, return_info=True)
+    assert list(info.method) == ["pda", "exact"]
+    assert list(info.rectangles) == [1, 0]
+    _, info = attention(q[1], k[1], v[1], causal=True, rank=32, tol=None, method="pda", return_info=True)
+    assert info.rectangles > 1  # whatever it costs
+    assert info.near == "content"
+    exact = attention(q[1], k[1], v[1], causal=True, method="exact")
+    assert naive.relative(out[1], exact) < 1e-6  # sums in another order
 
 
 @pytest.mark.parametrize(("n", "m"), [(1100, 1100), (900, 1300), (1300, 900)])
