@@ -1,10 +1,11 @@
-"""The tree of centres that keys are sorted by: k-means level by level (Lloyd 1982), on one in so many keys.
+"""The tree of centres that keys are sorted by: k-means level by level (Lloyd 1982), on some of the keys.
 
     a node's children begin as keys at equal distances along the sequence
     step       the sampled keys to the nearest centre, |k - c|^2 least; each centre to the mean of its own
     split      all keys to the nearest child of their node; a node has as many children as its keys fill
 
-With L levels a key is compared with about L M^(1/L) centres. A full step on every key finds centres no better.
+With L levels a key is compared with about L M^(1/L) centres. A step samples as many keys as leave each centre some
+dozens: no more are needed for a good mean, but keys that are alone must be among them to become centres.
 """
 
 import math
@@ -22,6 +23,7 @@ from .kernels.team import barrier, member, members, part, sum_before
 from .probe import nothing_found, probe
 
 _STEPS, _THIN = 1, 4  # steps, each with one in so many keys
+_ENOUGH = 64  # keys of a centre that are sampled at least: with fewer, keys that are alone find no centre of their own
 _ROOT = 3  # times the even fan-out is the root's
 _FLAT, _TWO, _THREE = 256, 2**13, 2**19  # most buckets under one, two and three levels of centres
 _PIECES = 64  # of the centres, on the CPU
@@ -238,8 +240,9 @@ def split(problem, k, place, label, nodes, target):
     centres, bias = room_for(problem, heads, count)
     seeds = k, place, lists.entries, lists.start, lists.size, ranges, centres, bias
     device.run(_seed_children_cpu, _seed_children_cuda, (nodes, heads), *seeds)
-    few = device.empty((heads, m // _THIN), np.int64)
-    device.run(_thin_cpu, _thin_cuda, (heads,), lists.entries, _THIN, few)
+    thin = min(_THIN, max(1, target // _ENOUGH))
+    few = device.empty((heads, m // thin), np.int64)
+    device.run(_thin_cpu, _thin_cuda, (heads,), lists.entries, thin, few)
     for step in range(_STEPS + 1):
         nearness, found = nothing_found(device, element, heads, m, 1)
         entries = few if step < _STEPS else lists.entries

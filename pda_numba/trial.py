@@ -37,6 +37,7 @@ _WIDER = (
 # Least share of queries, by the weights of all rows, that give one tile of keys at least so much of their attention.
 _RARE, _ONE_TILE = 1e-3, 0.25
 _PEAKED = 4.0  # least product of the mean largest weight with the keys of a small content near field that is tried
+_OF_EXACT = 0.25  # of what exact attention costs: no rectangle is taken to cost less when near fields are compared
 LEAST_BUCKETS = 16  # with fewer buckets of keys there is no near field by content
 
 # --- bodies ---
@@ -362,9 +363,14 @@ def _targets(problem, heads, which, exact, lse, known, setting):
 
 
 def _costs(problem, fields, near, rank):
-    """What every near field makes a head cost, relative to none."""
+    """What every near field makes a head cost, relative to none.
+
+    Where the output is to be merged it is one of several parts, and what would be a better one is exact attention.
+    """
     n, m, d, e = problem.shape
     without = plan.pda_flops(n, m, d, e, rank)
+    if problem.merged:
+        without = max(without, _OF_EXACT * plan.exact_flops(n, m, d, e))
     windows = sorted({w for w, _ in fields})
     return np.array(
         [_WIDER ** windows.index(w) * (1 + plan.content_flops(n, m, d, e, p, near) / without) for w, p in fields]
