@@ -19,6 +19,7 @@ FLOAT64_BY_NATURE = {
     "pda_numba.certify:_sum_squares_cuda": _SUMS,
     "pda_numba.buckets:_choose_heavy_cuda": _SUMS,
     "pda_numba.buckets:_find_singles_cuda": _SUMS,
+    "pda_numba.tree:_log_sizes_cuda": "the logarithm of a number of keys",
     "pda_numba.tree:_move_centres_cuda": "means of keys, and the logarithm of their number",
     "pda_numba.content_adjoint:_owe_targets_cuda": "products of cotangents and outputs that cancel",
     "pda_numba.content_adjoint:_settle_queries_cuda": _SUMS,

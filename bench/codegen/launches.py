@@ -222,8 +222,9 @@ def content_calls():
     import numpy as np
 
     import pda_numba
-    from pda_numba import NearField
+    from pda_numba import NearField, tree
 
+    tree._FLAT = 2  # levels of centres for few keys as well
     near = NearField(n_probes=2, bucket_size=8), NearField(window=3, n_probes=1, bucket_size=8)
     for dtype in (np.float32, np.float64, np.float16):
         q, k, v = (np.ones((2, 300, d), dtype) for d in (8, 8, 4))
