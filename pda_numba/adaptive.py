@@ -39,9 +39,8 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, besi
             results[head].method, results[head].reason = "exact", "exact is cheaper than the near field that it needs"
         if not left.any():
             break
-        if not left.all():
-            active, sample = active[left], sample.keep(left)
-            previous = previous if previous is None else previous[left]
+        active, sample = active[left], sample.keep(left)
+        previous = previous if previous is None else previous[left]
         solved = solve(problem, active, sample, options, rank, results, clock, slope=not last)
         certain = fixed or (last and options.method == "pda")
         hope = np.inf if certain else _HOPE * options.tol

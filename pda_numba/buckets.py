@@ -237,16 +237,17 @@ def build(problem, k, place, columns, pool, pool_size, near):
     label, bucket = (device.zeros((heads, m, 1), np.int32) for _ in range(2))
     most_singles = min(_MOST_SINGLES, m // _SINGLE_SHARE)
     above: list = []
-    nodes, targets = 1, targets_of(m, near.size)
+    targets = targets_of(m, near.size)
     lowest = most_nodes(m, targets)
     first_single = lowest + m // largest
     heavy = first_single + most_singles
     mass = device.empty(pool.shape, np.float64)
     task = columns, pool, pool_size, near.heavy, mass, label, bucket, heavy
     device.run(_choose_heavy_cpu, _choose_heavy_cuda, (heads,), *task)
+    lists = list_groups(device, label, 0, 1, unit=1)
     for target in targets:
-        ranges, centres, label, nearness = split(problem, k, place, label, nodes, target)
-        nodes += m // target
+        ranges, centres, label, nearness = split(problem, k, place, label, lists, target)
+        nodes = lists.size.shape[1] + m // target
         lists = list_groups(device, label, 0, nodes, unit=1)
         if len(above) < len(targets) - 1:
             above.append(Level(ranges, centres, log_sizes(problem, lists.size)))

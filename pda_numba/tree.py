@@ -231,10 +231,12 @@ def log_sizes(problem, size):
     return bias
 
 
-def split(problem, k, place, label, nodes, target):
-    """One level of the tree: the ranges of the nodes' children, each key's child, and how near it is."""
-    device, heads, m, element = problem.device, len(label), problem.shape[1], problem.element
-    lists = list_groups(device, label, 0, nodes, unit=1)
+def split(problem, k, place, label, lists, target):
+    """One level of the tree: the ranges of the nodes' children, each key's child, and how near it is.
+
+    `lists` are the keys by their `label`, the node that each belongs to.
+    """
+    device, (heads, nodes), m, element = problem.device, lists.size.shape, problem.shape[1], problem.element
     ranges = plan_parts(device, lists.size, target)
     count = nodes + m // target
     centres, bias = room_for(problem, heads, count)
