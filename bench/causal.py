@@ -35,6 +35,11 @@ def _exact(q, k, v, scale):
     return attention(q, k, v, causal=True, scale=scale, method="exact")
 
 
+def _errors(out, true):
+    """Relative, of every head."""
+    return np.linalg.norm(out - true, axis=(-2, -1)) / np.linalg.norm(true, axis=(-2, -1))
+
+
 def _heads(arguments):
     """(name, q, k, v, scale) of every set."""
     for name in ("text", "speech"):
@@ -59,8 +64,7 @@ def heads(arguments):
             for way, arrays in ways.items():
                 options = {**FIXED, "rank": rank, "method": "pda", "scale": scale, "return_info": True}
                 out, info = attention(*arrays, **options)
-                difference = np.linalg.norm(out.reshape(true.shape) - true, axis=(-2, -1))
-                errors = (difference / np.linalg.norm(true, axis=(-2, -1))).reshape(-1)
+                errors = _errors(out.reshape(true.shape), true).reshape(-1)
                 held = float(np.mean(errors <= info.error_limit.reshape(-1) + 1e-12))
                 shown = " ".join(f"{e:.4f}" for e in errors)
                 low = int((info.rectangles > 0).sum())
@@ -79,8 +83,7 @@ def limits(arguments):
             for seed in range(6):
                 options = {**FIXED, "rank": rank, "seed": seed, "method": "pda", "scale": scale, "return_info": True}
                 out, info = attention(q, k, v, **options)
-                errors = np.linalg.norm(out - true, axis=(-2, -1)) / np.linalg.norm(true, axis=(-2, -1))
-                held += list((errors <= info.error_limit)[info.rectangles > 0])
+                held += list((_errors(out, true) <= info.error_limit)[info.rectangles > 0])
             every += held
             if held:
                 rows.append((name, rank, f"{sum(held)} of {len(held)}"))

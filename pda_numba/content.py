@@ -55,10 +55,10 @@ def _pick(out, lse, probes, row, i, picked, picked_lse, picked_probes):
 
 @shared
 def _follow(probes, order, i, sorted_probes):
-    """Entry i of a list of rows: that row's probes. By a team."""
-    row = max(order[i], 0)  # what is behind the last has probes that nobody counts
+    """Entry i of a list of rows: that row's probes, or none behind the last. By a team."""
+    row = order[i]
     for p in range(member(), probes.shape[1], members()):
-        sorted_probes[i, p] = probes[row, p] if order[i] >= 0 else -1
+        sorted_probes[i, p] = probes[row, p] if row >= 0 else -1
 
 
 @shared

@@ -197,10 +197,7 @@ def targets_of(m, size):
 
 def most_nodes(m, targets):
     """The most nodes that the lowest level can have: every node above may leave one child half empty."""
-    count = 1
-    for target in targets:
-        count += m // target
-    return count
+    return 1 + sum(m // target for target in targets)
 
 
 def room_for(problem, heads, count):
