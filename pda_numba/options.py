@@ -21,7 +21,7 @@ class NearField:
     n_probes : int, default 8
         Buckets of similar keys that every query attends to, those of the largest score; 0 is none, at most 16.
     bucket_size : int, default 32
-        Keys of a bucket on average; none holds more than twice as many.
+        Keys of a bucket on average; none holds more than one and a half times as many.
     n_heavy : int, default 16
         Keys that hold the most attention of the pilot rows, near to every query, if there are probes.
     """
