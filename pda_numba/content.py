@@ -16,22 +16,15 @@ from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .buckets import Buckets, build, probes
 from .grouping import RUN, list_groups
 from .kernels import tile
-from .kernels.panel import (
-    TILE,
-    add_values,
-    larger,
-    log_sum,
-    multiply_keys,
-    pack_query,
-    raise_top,
-    weigh,
-    weight,
-)
+from .kernels.block import TILE_STRIDE, attend_rows
+from .kernels.panel import TILE, larger, log_sum, weight
+from .kernels.prefetch import prefetch
 from .kernels.scalar import widen
-from .kernels.simd import ROW_PADDING, lane_count, padded
+from .kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, lane_count, padded
 from .kernels.team import barrier, member, members
 
 _TOGETHER = 8  # runs that share their scratch
+_AHEAD = 16  # rows that are asked for before they are needed, on the CPU
 
 # --- bodies ---
 
@@ -81,35 +74,6 @@ def begin_sums(out, lse, row, x, values, top, total, sums):
             sums[e, x] = out[row, e]
 
 
-@shared
-def _attend_panel(
-    x, k, v, rows, count, begin, end, first_heavy, factor, out, lse, queries, scores, top, peak, total, sums
-):
-    """The queries of a panel to the keys begin .. end and to those from `first_heavy` on, beside what they have so far.
-
-    `k` and `v` are whole tiles: sorted, of the arithmetic's dtype, `v` with columns in whole register blocks.
-    """
-    element, values = out.dtype, out.shape[1]
-    top[:], total[:], sums[:] = np.finfo(element).min / 2, 0, 0
-    for lane in range(count):
-        row = rows[lane]
-        pack_query(queries, lane, x, row, factor)
-        begin_sums(out, lse, row, lane, values, top, total, sums)
-    for part in range(2):
-        start, stop = (begin, end) if part == 0 else (first_heavy, k.shape[0] - ROW_PADDING)
-        for j in range(start, stop, TILE):
-            keys = min(TILE, stop - j)
-            multiply_keys(scores, k[j:], queries, keys)
-            raise_top(top, peak, total, sums, scores, keys)
-            weigh(scores, top, total, keys)
-            add_values(sums, v[j:], scores, keys)
-    for lane in range(count):
-        share = element.type(1) / total[lane]
-        for e in range(values):
-            out[rows[lane], e] = sums[e, lane] * share
-        lse[rows[lane]] = log_sum(top[lane], total[lane])
-
-
 # --- drivers ---
 
 
@@ -118,6 +82,7 @@ def _gather_cpu(source, place, which, out):
     heads, n = which.shape
     for item in prange(heads * n):
         h, i = item // n, item % n
+        prefetch(source[place[h]], which[h, min(i + _AHEAD, n - 1)])
         _gather_row(source[place[h]], which[h, i], out[h, i])
 
 
@@ -160,6 +125,10 @@ def _put_back_cpu(sorted_out, sorted_lse, order, out, lse):
     heads, n = order.shape
     for item in prange(heads * n):
         h, i = item // n, item % n
+        ahead = order[h, min(i + _AHEAD, n - 1)]
+        if ahead >= 0:
+            prefetch(out[h], ahead)
+            prefetch(lse[h], ahead)
         _put_back(sorted_out[h], sorted_lse[h], order[h], i, out[h], lse[h])
 
 
@@ -172,20 +141,21 @@ def _put_back_cuda(sorted_out, sorted_lse, order, out, lse):
 @cpu_kernel
 def _attend_cpu(x, place, k, v, entries, owner, used, start, counts, turn, factor, out, lse):
     heads, runs = owner.shape
-    width, heavy = lane_count(k), start.shape[1] - 2
+    heavy, element, columns = start.shape[1] - 2, k.dtype, padded(out.shape[2], half_lanes(k))
     blocks = (runs + _TOGETHER - 1) // _TOGETHER
     for item in prange(heads * blocks):
         h, block = item // blocks, item % blocks
-        queries, scores = np.zeros((k.shape[2], width), k.dtype), np.empty((TILE, width), k.dtype)
-        top, peak, total = np.empty(width, k.dtype), np.empty(width, k.dtype), np.empty(width, k.dtype)
-        sums = np.empty((v.shape[2], width), k.dtype)
-        for r in range(block * _TOGETHER, min(runs, (block + 1) * _TOGETHER)):
+        tile = np.empty((k.shape[2], TILE_STRIDE), element)
+        queries, sums = np.zeros((NARROW_ROWS, k.shape[2]), element), np.empty((NARROW_ROWS, columns), element)
+        scores = np.empty((NARROW_ROWS, TILE // lane_count(k), lane_count(k)), element)
+        tops, lanes = np.empty(NARROW_ROWS, element), np.empty((NARROW_ROWS, lane_count(k)), element)
+        room, more = (tile, queries, scores, sums, tops, lanes), start[h, heavy + 1] - start[h, heavy]
+        for r in range(block * _TOGETHER, min(runs, (block + 1) * _TOGETHER) if turn < counts[h] else 0):
             begin, end = start[h, owner[h, r]], start[h, owner[h, r] + 1]
-            first_heavy = start[h, heavy] if turn == 0 else start[h, heavy + 1]
-            for first in range(0, used[h, r] if turn < counts[h] else 0, width):
-                rows = entries[h, r * RUN + first : (r + 1) * RUN]
-                task = rows, min(width, used[h, r] - first), begin, end, first_heavy, factor
-                _attend_panel(x[place[h]], k[h], v[h], *task, out[h], lse[h], queries, scores, top, peak, total, sums)
+            near = begin, end, start[h, heavy], more if turn == 0 else 0
+            fresh = r == block * _TOGETHER or owner[h, r] != owner[h, r - 1]
+            task = x[place[h]], entries[h, r * RUN : (r + 1) * RUN], used[h, r], factor, k[h], v[h], near, fresh
+            attend_rows(*task, *room, out[h], lse[h])
 
 
 def _attend_driver(element):

@@ -16,11 +16,13 @@ from .grouping import RUN
 from .kernels import tile
 from .kernels.best import keep_best
 from .kernels.panel import TILE, multiply_keys, pack_query
+from .kernels.prefetch import prefetch
 from .kernels.simd import lane_count
 from .kernels.team import barrier
 
 MOST = 16  # centres that a row can keep
 BEAM = 8  # nodes in a row's beam at most
+_AHEAD = 16  # rows that are asked for before they are needed, on the CPU
 _NO_NODE = np.iinfo(np.int32).max
 
 # --- bodies ---
@@ -65,6 +67,11 @@ def _probe_panel(
 ):
     width, most = lane_count(products), found.shape[1]
     for lane in range(width):
+        ahead = rows[min(lane + _AHEAD, rows.shape[0] - 1)]
+        if ahead >= 0:
+            prefetch(x, ahead)
+            prefetch(scores, ahead)
+            prefetch(found, ahead)
         row = rows[min(lane, count - 1)]
         pack_query(queries, lane, x, row, factor)
         for p in range(most):
@@ -108,7 +115,7 @@ def _probe_cpu(x, place, entries, beam, ranges, factor, centres, bias, scores, f
         nodes = np.empty(width * beam.shape[2] + 1, np.int32)
         used = _rows_of(entries[h, r * RUN : min((r + 1) * RUN, n)])
         for first in range(0, used, width):
-            rows = entries[h, r * RUN + first : (r + 1) * RUN]
+            rows = entries[h, r * RUN + first : (r + 2) * RUN]  # and some of the next
             task = rows, min(width, used - first), beam[h], ranges[h], factor, centres[h], bias[h]
             room = queries, products, allowed, best, own, nodes
             _probe_panel(x[place[h]], *task, scores[h], found[h], *room)

@@ -28,6 +28,7 @@ _FEATURES = binding.get_host_cpu_features()
 _WIDE = bool(_FEATURES.get("avx512f"))
 VECTOR_BYTES = 64 if _WIDE else 32
 ROWS = 8 if _WIDE else 4
+NARROW_ROWS = 8  # of a block that is one vector wide: as many sums as hide what an addition takes
 ROW_PADDING = 8  # panels and tiles are padded to this many rows, a multiple of ROWS on every machine
 
 
@@ -47,15 +48,26 @@ def _lane_count_by_type(panel):
     return lambda panel: count
 
 
+def half_lanes(panel):
+    """The columns of one vector: on the CPU a constant of the array's type."""
+    return lanes(panel.dtype) // 2
+
+
+@overload(half_lanes)
+def _half_lanes_by_type(panel):
+    count = lanes(panel.dtype.name) // 2
+    return lambda panel: count
+
+
 @overload(lane_count, target="cuda")
 def _lane_count_by_shape(panel):
     return lambda panel: panel.shape[-1]
 
 
 @shared
-def padded(rows):
+def padded(rows, block=ROW_PADDING):
     """`rows` rounded up to whole register blocks."""
-    return (rows + ROW_PADDING - 1) // ROW_PADDING * ROW_PADDING
+    return (rows + block - 1) // block * block
 
 
 def _vector_fma(builder, vector):
@@ -63,71 +75,97 @@ def _vector_fma(builder, vector):
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
 
 
-@intrinsic
-def _multiply_block(typingctx, c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
-    """One ROWS x 2-vector block of the product above. `b` and `c` are C-contiguous panels, `a` is C-contiguous."""
-    if not a.layout == b.layout == c.layout == "C":
-        raise TypingError("multiply_block reads its operands through bare pointers: they must be C-contiguous")
-    element, size = (ir.FloatType(), 4) if c.dtype == types.float32 else (ir.DoubleType(), 8)
-    width = VECTOR_BYTES // size
-    vector = ir.VectorType(element, width)
-    i64 = ir.IntType(64)
+def _product(rows, vectors):
+    """The intrinsic for blocks of `rows` x `vectors` vectors: c[r, x] (+)= sum_k a[r, k] b[k, x].
 
-    def codegen(context, builder, signature, arguments):
-        c, row, a, offset, row_stride, depth_stride, b, depth, accumulate = arguments
+    Everything is C-contiguous, and addressed in elements: c[at + r stride + x], a[at + r row_stride + k depth_stride],
+    b[at + k stride + x].
+    """
 
-        def data(position, value, element_offset):
-            array = context.make_array(signature.args[position])(context, builder, value)
-            return builder.gep(array.data, [element_offset])
+    @intrinsic
+    def product(typingctx, c, c_at, c_stride, a, a_at, row_stride, depth_stride, b, b_at, b_stride, depth, accumulate):
+        if not a.layout == b.layout == c.layout == "C":
+            raise TypingError("a product reads its operands through bare pointers: they must be C-contiguous")
+        element, size = (ir.FloatType(), 4) if c.dtype == types.float32 else (ir.DoubleType(), 8)
+        width = VECTOR_BYTES // size
+        vector = ir.VectorType(element, width)
+        i64 = ir.IntType(64)
 
-        def vector_at(pointer, index):
-            return builder.bitcast(builder.gep(pointer, [i64(index * width)]), vector.as_pointer())
+        def codegen(context, builder, signature, arguments):
+            c, c_at, c_stride, a, a_at, row_stride, depth_stride, b, b_at, b_stride, depth, accumulate = arguments
 
-        lane_total = i64(2 * width)
-        c_rows = [data(0, c, builder.mul(builder.add(row, i64(r)), lane_total)) for r in range(ROWS)]
-        a_rows = [data(2, a, builder.add(offset, builder.mul(row_stride, i64(r)))) for r in range(ROWS)]
-        b_start = data(6, b, i64(0))
-        fma = _vector_fma(builder, vector)
-        zero = ir.Constant(vector, [0.0] * width)
-        first = [
-            [builder.select(accumulate, builder.load(vector_at(c_rows[r], j), align=size), zero) for j in range(2)]
-            for r in range(ROWS)
-        ]
-        entry = builder.block
-        loop, step, end = (builder.append_basic_block(f"block.{part}") for part in ("loop", "step", "end"))
-        builder.branch(loop)
+            def data(position, value, at):
+                array = context.make_array(signature.args[position])(context, builder, value)
+                return builder.gep(array.data, [at])
 
-        builder.position_at_end(loop)
-        k = builder.phi(i64)
-        k.add_incoming(i64(0), entry)
-        sums = [[builder.phi(vector) for _ in range(2)] for _ in range(ROWS)]
-        builder.cbranch(builder.icmp_signed("<", k, depth), step, end)
+            def vector_at(pointer, index):
+                return builder.bitcast(builder.gep(pointer, [i64(index * width)]), vector.as_pointer())
 
-        builder.position_at_end(step)
-        b_row = builder.gep(b_start, [builder.mul(k, lane_total)])
-        b_vectors = [builder.load(vector_at(b_row, j), align=size) for j in range(2)]
-        a_shift = builder.mul(k, depth_stride)
-        undefined = ir.Constant(vector, ir.Undefined)
-        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-        for r in range(ROWS):
-            value = builder.load(builder.gep(a_rows[r], [a_shift]))
-            value = builder.insert_element(undefined, value, ir.IntType(32)(0))
-            value = builder.shuffle_vector(value, undefined, everywhere)
-            for j in range(2):
-                sums[r][j].add_incoming(first[r][j], entry)
-                sums[r][j].add_incoming(builder.call(fma, [value, b_vectors[j], sums[r][j]]), step)
-        k.add_incoming(builder.add(k, i64(1)), step)
-        builder.branch(loop)
+            c_rows = [data(0, c, builder.add(c_at, builder.mul(c_stride, i64(r)))) for r in range(rows)]
+            a_rows = [data(3, a, builder.add(a_at, builder.mul(row_stride, i64(r)))) for r in range(rows)]
+            b_start = data(7, b, b_at)
+            fma = _vector_fma(builder, vector)
+            zero = ir.Constant(vector, [0.0] * width)
+            first = [
+                [builder.select(accumulate, builder.load(vector_at(row, j), align=size), zero) for j in range(vectors)]
+                for row in c_rows
+            ]
+            entry = builder.block
+            loop, step, end = (builder.append_basic_block(f"block.{part}") for part in ("loop", "step", "end"))
+            builder.branch(loop)
 
-        builder.position_at_end(end)
-        for r in range(ROWS):
-            for j in range(2):
-                builder.store(sums[r][j], vector_at(c_rows[r], j), align=size)
-        return context.get_dummy_value()
+            builder.position_at_end(loop)
+            k = builder.phi(i64)
+            k.add_incoming(i64(0), entry)
+            sums = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
+            builder.cbranch(builder.icmp_signed("<", k, depth), step, end)
 
-    integers = (types.intp,)
-    signature = types.void(c, *integers, a, *integers * 3, b, *integers, types.boolean)
-    return signature, codegen
+            builder.position_at_end(step)
+            b_row = builder.gep(b_start, [builder.mul(k, b_stride)])
+            b_vectors = [builder.load(vector_at(b_row, j), align=size) for j in range(vectors)]
+            a_shift = builder.mul(k, depth_stride)
+            undefined = ir.Constant(vector, ir.Undefined)
+            everywhere = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+            for r in range(rows):
+                value = builder.load(builder.gep(a_rows[r], [a_shift]))
+                value = builder.insert_element(undefined, value, ir.IntType(32)(0))
+                value = builder.shuffle_vector(value, undefined, everywhere)
+                for j in range(vectors):
+                    sums[r][j].add_incoming(first[r][j], entry)
+                    sums[r][j].add_incoming(builder.call(fma, [value, b_vectors[j], sums[r][j]]), step)
+            k.add_incoming(builder.add(k, i64(1)), step)
+            builder.branch(loop)
+
+            builder.position_at_end(end)
+            for r in range(rows):
+                for j in range(vectors):
+                    builder.store(sums[r][j], vector_at(c_rows[r], j), align=size)
+            return context.get_dummy_value()
+
+        at = (types.intp,)
+        signature = types.void(c, *at * 2, a, *at * 3, b, *at * 3, types.boolean)
+        return signature, codegen
+
+    return product
+
+
+_wide = _product(ROWS, 2)
+_narrow = _product(NARROW_ROWS, 1)
+
+
+@shared
+def _multiply_block(c, row, a, offset, row_stride, depth_stride, b, depth, accumulate):
+    width = lane_count(c)
+    _wide(c, row * width, width, a, offset, row_stride, depth_stride, b, 0, width, depth, accumulate)
+
+
+@shared
+def multiply_narrow(c, c_at, c_stride, a, a_at, row_stride, depth_stride, b, b_at, b_stride, depth, accumulate):
+    """c[r, x] (+)= sum_k a[r, k] b[k, x] for NARROW_ROWS rows and one vector of columns, on the CPU alone.
+
+    Arrays are C-contiguous; `at` and strides are in elements, so that they may have any shape.
+    """
+    _narrow(c, c_at, c_stride, a, a_at, row_stride, depth_stride, b, b_at, b_stride, depth, accumulate)
 
 
 @intrinsic
