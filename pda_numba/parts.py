@@ -122,8 +122,12 @@ def _copied(problem, source, head, first, size):
 
 def part_ranges(part):
     """Of the values of the rectangles' own keys. What rounding may cost is judged on the merged output."""
-    report = part.device.empty((part.v.shape[0], 3), np.float64)
-    low, high, _ = scan_array(part.device, part.element, part.v, 0, report)
+    device, first, last = part.device, part.key_head.min(), part.key_head.max() + 1
+    report = device.empty((last - first, 3), np.float64)
+    found = scan_array(device, part.element, part.v[first:last], 0, report)[:2]
+    low, high = (device.empty((part.v.shape[0], part.v.shape[2]), part.element) for _ in range(2))
+    for own, every in zip(found, (low, high), strict=True):  # of the blocks between, which other rectangles may have
+        device.put(own, np.arange(last - first), np.arange(first, last), every)
     return Ranges(low, high, np.zeros(len(part.query_head)), 0.0)
 
 

@@ -126,26 +126,22 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
         known = trial.look(problem, heads, wished, pool)
     with clock.stage("fit"):
         uniform = sample.uniform, sample.uniform_out, sample.uniform_lse
-        best = trial.choose(problem, heads, sample, pool, known, uniform, None, setting)
-        asked, declined = known.tried, trial.declined(device, known, best)
-        if declined.any():  # landmarks that leave nothing to a near field
-            known, pool = known._replace(tried=asked & ~declined), _draw_pool(problem, heads, sample, rank, apart)
-            other = trial.choose(problem, heads, sample, pool, known, uniform, None, setting)
-            best = trial.put(device, other, np.flatnonzero(declined), best)
+        pools = _pools(problem, heads, sample, rank, apart, pool)
+        best, _ = trial.best_of(problem, heads, sample, pools, known, uniform, None, setting)
     with clock.stage("near"):
         near = trial.near_of(problem, heads, best, known, wished)
     with clock.stage("leverage"):
         sample, drawn = _leverage_rows(problem, heads, sample, rank, best, basis, near, results)
-    again = trial.few_have_keys_of_their_own(problem, wished, asked, drawn)
+    again = trial.few_have_keys_of_their_own(problem, wished, known.tried, drawn)
     if again.any():  # now that such queries are among the rows
         with clock.stage("buckets"):
             pool = _draw_pool(problem, heads, sample, rank, apart)
             known = trial.look_again(problem, heads, wished, pool, known, again)
         with clock.stage("fit"):
-            every = sample.rows, sample.out, sample.lse
-            other = trial.choose(problem, heads, sample, pool, known, every, sample.weights(problem.shape[0]), setting)
-            again &= ~trial.declined(device, known, other)  # who declines keeps the landmarks that leave nothing
-            best = trial.put(device, other, np.flatnonzero(again), best)
+            every, weight = (sample.rows, sample.out, sample.lse), sample.weights(problem.shape[0])
+            pools = _pools(problem, heads, sample, rank, apart, pool)
+            other, better = trial.best_of(problem, heads, sample, pools, known, every, weight, setting)
+            best = trial.put(device, other, np.flatnonzero(again & better), best)
         with clock.stage("near"):
             near = trial.near_of(problem, heads, best, known, wished)
     with clock.stage("fit"):
@@ -175,6 +171,13 @@ def _draw_pool(problem, heads, sample, rank, apart):
     none = problem.device.empty((len(heads), 0, problem.shape[2]), problem.element)
     columns = features(problem, heads, sample.uniform, sample.uniform_lse, tiles, size, none)
     return columns, pool, size
+
+
+def _pools(problem, heads, sample, rank, apart, first):
+    """The same candidates again and again: who chooses among them overwrites them."""
+    yield first
+    while True:
+        yield _draw_pool(problem, heads, sample, rank, apart)
 
 
 def _leverage_rows(problem, heads, sample, rank, best, basis, near, results):

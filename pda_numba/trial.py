@@ -55,22 +55,22 @@ def _halve(h, found, trial_rank, half):
 
 
 @shared
-def _choose_trial(h, loo, fields, costs, allowed, tile, table, window, probes, temperature):
+def _choose_trial(h, loo, fields, costs, tile, table, window, probes, temperature, judged):
     """The best of one head's trial fits: its place among all temperatures and all fits, near field and temperature.
 
-    `loo (heads * temperatures, fields)`; `fields (fields, 2)` are windows and numbers of probes, which only heads that
-    are `allowed` to may have; the first field is anybody's.
+    `loo (heads * temperatures, fields)`; `fields (fields, 2)` are windows and numbers of probes.
     """
     best = np.inf
     for t in range(len(TEMPERATURES)):
         place = h * len(TEMPERATURES) + t
         for f in range(fields.shape[0]):
-            judged = loo[place, f] * costs[f]
-            if (judged < best or t + f == 0) and (allowed[h] or fields[f, 1] == 0):
-                best = judged
+            own = loo[place, f] * costs[f]
+            if own < best or t + f == 0:
+                best = own
                 tile[h], table[h] = place, place * fields.shape[0] + f
                 window[h], probes[h] = fields[f, 0], fields[f, 1]
                 temperature[h] = TEMPERATURES[t]
+    judged[h] = best
 
 
 @shared
@@ -125,9 +125,9 @@ def _halve_cpu(found, trial_rank, half):
 
 
 @serial_kernel
-def _choose_trial_cpu(loo, fields, costs, allowed, tile, table, window, probes, temperature):
+def _choose_trial_cpu(loo, fields, costs, tile, table, window, probes, temperature, judged):
     for h in range(len(window)):
-        _choose_trial(h, loo, fields, costs, allowed, tile, table, window, probes, temperature)
+        _choose_trial(h, loo, fields, costs, tile, table, window, probes, temperature, judged)
 
 
 @serial_kernel
@@ -143,13 +143,11 @@ def _rare_cpu(masses, lse, pi, n, share):
 
 
 @cpu_kernel
-def _hide_near_cpu(columns, pool, size, bucket, heavy, probes, allowed):
+def _hide_near_cpu(columns, pool, size, bucket, heavy, probes):
     heads, count = columns.shape[:2]
     for item in prange(heads * count):
         h, c = item // count, item % count
-        if allowed[h]:
-            near = bucket[h], heavy, probes[h], probes.shape[2]
-            _hide_near(columns[h], pool[h], size[h], *near, c)
+        _hide_near(columns[h], pool[h], size[h], bucket[h], heavy, probes[h], probes.shape[2], c)
 
 
 @serial_kernel
@@ -168,9 +166,9 @@ def _halve_cuda(found, trial_rank, half):
 
 
 @cuda_kernel(32)
-def _choose_trial_cuda(loo, fields, costs, allowed, tile, table, window, probes, temperature):
+def _choose_trial_cuda(loo, fields, costs, tile, table, window, probes, temperature, judged):
     for h in range(cuda.grid(1), len(window), cuda.gridsize(1)):
-        _choose_trial(h, loo, fields, costs, allowed, tile, table, window, probes, temperature)
+        _choose_trial(h, loo, fields, costs, tile, table, window, probes, temperature, judged)
 
 
 @cuda_kernel(128)
@@ -186,10 +184,9 @@ def _rare_cuda(masses, lse, pi, n, share):
 
 
 @cuda_kernel(128)
-def _hide_near_cuda(columns, pool, size, bucket, heavy, probes, allowed):
+def _hide_near_cuda(columns, pool, size, bucket, heavy, probes):
     c, h = cuda.blockIdx.x, cuda.blockIdx.y
-    if allowed[h]:
-        _hide_near(columns[h], pool[h], size[h], bucket[h], heavy, probes[h], probes.shape[2], c)
+    _hide_near(columns[h], pool[h], size[h], bucket[h], heavy, probes[h], probes.shape[2], c)
 
 
 @cuda_kernel(128)
@@ -223,6 +220,7 @@ class Trial(NamedTuple):
     window: Any  # -1 for none
     probes: Any  # how many; 0 is no near field by content
     temperature: Any
+    judged: Any  # error times cost
     row_leverage: Any  # (heads, rows of the trial)
 
 
@@ -264,15 +262,31 @@ def _has_buckets(problem, wished):
     return wished.probes[-1] > 0 and problem.shape[1] >= LEAST_BUCKETS * wished.size
 
 
-def choose(problem, heads, sample, pool, known, rows, weight, setting):
-    """Landmarks out of the `pool`, and the best trial fit of every head.
+def best_of(problem, heads, sample, pools, known, rows, weight, setting):
+    """The best trial of every head, without a near field by content or with one, and for which heads that is so.
 
-    On the rows (which, outputs, lse), of `weight`, or all alike if that is None. The pool's columns are overwritten.
+    Each has landmarks of its own, for what is near needs none: `pools` are their candidates, one after the other. On
+    the rows (which, outputs, lse), of `weight`, or all alike if that is None. Waits for the device, if both are tried.
+    """
+    task, device = (rows, weight, setting), problem.device
+    if known.keys is None:
+        return choose(problem, heads, sample, next(pools), None, *task), known.tried & False
+    near = choose(problem, heads, sample, next(pools), known, *task)
+    if 0 not in setting.wished.probes:
+        return near, known.tried
+    best = choose(problem, heads, sample, next(pools), None, *task)
+    better = known.tried & (device.download(near.judged) < device.download(best.judged))
+    return put(device, near, np.flatnonzero(better), best), better
+
+
+def choose(problem, heads, sample, pool, known, rows, weight, setting):
+    """Landmarks out of the `pool`, and every head's best trial fit, all with a near field by content or all without.
+
+    The pool's columns are overwritten.
     """
     device, count, (which, exact, lse) = problem.device, len(TEMPERATURES), rows
-    allowed = device.upload(known.tried.astype(np.int64))
     columns, candidates, size = pool
-    _hide(problem, heads, sample.uniform, pool, known, allowed, setting.wished)
+    _hide(problem, heads, sample.uniform, pool, known, setting.wished)
     keys, found = landmarks.choose(problem, heads, columns, candidates, size, setting.rank)
     rank, half = (device.empty((len(heads),), np.int64) for _ in range(2))
     device.run(_halve_cpu, _halve_cuda, (1,), found, rank, half)
@@ -292,28 +306,23 @@ def choose(problem, heads, sample, pool, known, rows, weight, setting):
     features_of = features(problem, every, which, lse, short, ranks, basis)
     fits = fit(problem, every, features_of, target, exact, weight, ranks)
     tile, table, window, probes = (device.empty((len(heads),), np.int64) for _ in range(4))
-    temperature = device.empty((len(heads),), np.float64)
-    given = fits.loo, device.upload(np.array(fields)), device.upload(costs), allowed
-    device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), *given, tile, table, window, probes, temperature)
+    temperature, judged = (device.empty((len(heads),), np.float64) for _ in range(2))
+    given = fits.loo, device.upload(np.array(fields)), device.upload(costs)
+    device.run(_choose_trial_cpu, _choose_trial_cuda, (1,), *given, tile, table, window, probes, temperature, judged)
     own, left_out = (device.take(x.reshape(-1, *x.shape[2:]), table) for x in (fits.table, fits.row_leverage))
-    return Trial(keys, found, rank, half, device.take(tiles, tile), own, window, probes, temperature, left_out)
+    return Trial(keys, found, rank, half, device.take(tiles, tile), own, window, probes, temperature, judged, left_out)
 
 
-def _hide(problem, heads, which, pool, known, allowed, wished):
+def _hide(problem, heads, which, pool, known, wished):
     """No weight in the pool's columns for what would be near to the rows `which` anyway."""
-    if known.keys is None:
+    if known is None:
         return
     device, (columns, candidates, size), buckets = problem.device, pool, known.keys.buckets
     x, own = content.gather_rows(problem, problem.q, problem.query_heads(heads), which), np.arange(len(heads))
     least = next(p for p in wished.probes if p)
     found = content.probes(problem, x, device.upload(own), buckets, least)
-    task = columns, candidates, size, buckets.bucket, buckets.heavy, found, allowed
+    task = columns, candidates, size, buckets.bucket, buckets.heavy, found
     device.run(_hide_near_cpu, _hide_near_cuda, columns.shape[1::-1], *task)
-
-
-def declined(device, known, best):
-    """Which heads have tried a near field by content, and have chosen none. Waits for the device, if it must."""
-    return known.tried & (device.download(best.probes) == 0) if known.tried.any() else known.tried
 
 
 def few_have_keys_of_their_own(problem, wished, asked, drawn):
@@ -347,9 +356,7 @@ def near_of(problem, heads, best, known, wished):
 def _targets(problem, heads, which, exact, lse, known, setting):
     """What the fits are to match (heads, n, fields, E + 1), and the fields (window or -1, probes) in their order."""
     device, wished, far = problem.device, setting.wished, setting.far
-    fields = wished.pairs()
-    if known.keys is None:
-        fields = [(w, p) for w, p in fields if not p] or [(w, 0) for w in wished.windows]
+    fields = [(w, p) for w, p in wished.pairs() if bool(p) == (known is not None)] or [(w, 0) for w in wished.windows]
     windows: dict = {}
     for w, p in fields:
         windows.setdefault(p, []).append(w or -1)
