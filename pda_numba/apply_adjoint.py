@@ -24,7 +24,8 @@ from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .adjoint_tiles import Pairs, add_adjoint, to_keys, to_queries, to_values
-from .apply import apply_on_gpu, mask_covered
+from .apply import mask_covered
+from .apply_tiles import apply_on_gpu
 from .content import nothing
 from .kernels import tile
 from .kernels.panel import (
