@@ -9,8 +9,8 @@ _DRAWS = "probabilities and the numbers drawn against them"
 _FIT = "a factorisation, whose rounding grows with the condition number"
 _BACK = "the fit's cotangents, which are multiplied by the inverse of its normal matrix"
 FLOAT64_BY_NATURE = {
-    "pda_numba.apply_adjoint:_gather_ranges_cuda": _BACK,
-    "pda_numba.apply_adjoint:_write_queries_cuda": _SUMS,
+    "pda_numba.apply_adjoint_tiles:_gather_ranges_cuda": _BACK,
+    "pda_numba.apply_adjoint_tiles:_write_queries_cuda": _SUMS,
     "pda_numba.backward:_exact_rows_cuda": "products of cotangents and outputs that cancel",
     "pda_numba.backward:_judge_cuda": _SUMS,
     "pda_numba.certify:_compare_cuda": _SUMS,
