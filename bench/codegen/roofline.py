@@ -22,7 +22,7 @@ from .tally import Geometry, Tally, tally
 
 LENGTHS = (131_072, 1_048_576)
 RANK, DIM = 128, 64
-EXACT = "pda_numba.rows:_ROWS_CUDA[float32]", "for j in range(start"
+EXACT = "pda_numba.rows:_ROWS_CUDA[float32]", "for j in range(first"
 APPLY = "pda_numba.apply_tiles:_APPLY_CUDA[float32]", "for j in range(0, rank"
 OTHERS = (
     ("pda_numba.apply_tiles:_APPLY_CUDA[float32]", "for j in range(first_near"),
