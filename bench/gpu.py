@@ -280,7 +280,7 @@ def main():
 def why_no_card():
     from numba.core import config
 
-    from pda_numba.device import why_no_gpu
+    from pda_numba.gpu import why_no_gpu
 
     return "the CUDA simulator is on" if config.ENABLE_CUDASIM else why_no_gpu()
 

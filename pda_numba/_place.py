@@ -15,7 +15,8 @@ import numpy as np
 from . import _arrays, _validate
 from ._jit import SIMULATED
 from ._streamed import Streamed
-from .device import CPU, Cuda, open_stream
+from .device import CPU, Cuda
+from .gpu import open_stream
 from .scan import find_ranges, scan_array
 
 

@@ -16,7 +16,8 @@ from . import _arrays
 from ._place import GpuOutput, follow
 from ._streamed import USABLE
 from .backward import Gradients
-from .device import CPU, Cuda, open_stream
+from .device import CPU, Cuda
+from .gpu import open_stream
 from .scan import scan_array
 
 

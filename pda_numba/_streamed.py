@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from . import _arrays, _validate
-from .device import Cuda, current_gpu, on_gpu, open_stream
+from .device import Cuda
+from .gpu import current_gpu, on_gpu, open_stream
 from .scan import find_ranges
 
 _STAGE_BYTES = 32 * 2**20  # of each of the two pieces of pinned memory

@@ -20,6 +20,10 @@ import numpy as np
 from ._jit import cuda, cuda_kernel, device_body
 from .content import nothing as nothing_near
 from .kernels import tile
+from .kernels.panel import covered, in_band, slope, weight
+from .kernels.scalar import fma
+from .kernels.span import sees
+from .kernels.staging import block_key, block_query, load, load4, store, store4, swizzle
 from .kernels.team import barrier
 
 # --- the lanes' arrays, the rows' arrays in the same order, and which of the latter is summed up ---
@@ -55,6 +59,94 @@ def _place_span(spans, i, count, counts, lows, highs, t):
     lows[t], highs[t] = np.int32(0), np.int32(0)
     if i < count and counts:
         lows[t], highs[t] = spans[i, 0], spans[i, 1]
+
+
+# --- one tile of scores and slopes ---
+
+
+@device_body
+def _weigh_block(product, lse, by_lane, t, a):
+    """Scores to weights in registers; `lse` has an entry for every lane, or for every row of the tile."""
+    for x in range(product.shape[0] // a):
+        for y in range(a):
+            top = lse[block_query(y, t, a)] if by_lane else lse[block_key(x, t, a)]
+            product[x * a + y] = weight(product[x * a + y], top)
+
+
+@device_body
+def _hide_block(product, lane, row, stop, window, t, a):
+    """No weight for rows from `stop` on, nor outside of the band; `lane` and `row` are the first ones."""
+    for x in range(product.shape[0] // a):
+        place = row + block_key(x, t, a)
+        for y in range(a):
+            if place >= stop or (window >= 0 and not in_band(lane + block_query(y, t, a), place, window)):
+                product[x * a + y] = product.dtype.type(0)
+
+
+@device_body
+def _hide_covered(scores, lane, row, stop, by_query, bucket, heavy, probes, used, t):
+    """No weight for keys that are near to a query by content; lanes are queries and rows keys, or the other way.
+
+    Between barriers: in shared memory, for a loop over probes would keep the registers from being registers.
+    """
+    barrier()
+    for j in range(min(scores.shape[0], stop - row)):
+        query, key = (lane + t, row + j) if by_query else (row + j, lane + t)
+        inside = query < probes.shape[0] and key < bucket.shape[0]
+        if inside and covered(bucket[key, 0], heavy, probes[query], used):
+            store(scores, j, tile.score_place(j, t), scores.dtype.type(0))
+    barrier()
+
+
+@device_body
+def _hide_spans(product, lane, row, lows, highs, by_lane, t, a):
+    """No weight where a query does not see a key; the spans are of the lanes, which are queries, or of the rows."""
+    for x in range(product.shape[0] // a):
+        i = block_key(x, t, a)
+        for y in range(a):
+            j = block_query(y, t, a)
+            seen = sees(row + i, lows[j], highs[j]) if by_lane else sees(lane + j, lows[i], highs[i])
+            if not seen:
+                product[x * a + y] = product.dtype.type(0)
+
+
+@device_body
+def _slope_block(scores, product, lanes, rows, t, a):
+    """The products with the cotangents to slopes, in registers: by the thread's own weights, c = lanes * rows."""
+    for x in range(product.shape[0] // a):
+        row = block_key(x, t, a)
+        for g in range(a // 4):
+            lane, i = block_query(4 * g, t, a), x * a + 4 * g
+            x0, x1, x2, x3 = load4(scores, row, swizzle(row // 4, lane, tile.THREADS))
+            product[i] = slope(x0, product[i], lanes[lane] * rows[row])
+            product[i + 1] = slope(x1, product[i + 1], lanes[lane + 1] * rows[row])
+            product[i + 2] = slope(x2, product[i + 2], lanes[lane + 2] * rows[row])
+            product[i + 3] = slope(x3, product[i + 3], lanes[lane + 3] * rows[row])
+
+
+@device_body
+def _sum_along(scores, rows, t):
+    """sum_j w_j rows_j for the thread's own lane."""
+    total = rows.dtype.type(0)
+    for j in range(scores.shape[0]):
+        total = fma(load(scores, j, tile.score_place(j, t)), rows[j], total)
+    return total
+
+
+@device_body
+def _add_row(out, row, scores, factor, column, t, a, vector):
+    """`factor` times the thread's own lane, added to out[row, column:] (see `tile.write_row`)."""
+    for e in range(0, min(a * a, out.shape[1] - column), 4):
+        place = tile.score_place(e, t)
+        if vector and column + e + 4 <= out.shape[1]:
+            x, y, z, w = load4(out, row, column + e)
+            x, y = fma(load(scores, e, place), factor, x), fma(load(scores, e + 1, place), factor, y)
+            z, w = fma(load(scores, e + 2, place), factor, z), fma(load(scores, e + 3, place), factor, w)
+            store4(out, row, column + e, x, y, z, w)
+        else:
+            for c in range(min(4, out.shape[1] - column - e)):
+                old = out[row, column + e + c]
+                out[row, column + e + c] = fma(load(scores, e + c, place), factor, old)
 
 
 # --- drivers ---
@@ -154,32 +246,32 @@ def _driver(element, purpose, spanned):
             tile.score_block(
                 memory, registers, pair[0], row, factor, scores, t, False, pair[2], j, stop, fresh, t, a, vectors
             )
-            tile.weigh_block(product, tops, by_query, t, a)
+            _weigh_block(product, tops, by_query, t, a)
             if j + rows > stop or band >= 0:
-                tile.hide_block(product, first, j, stop, band, t, a)
+                _hide_block(product, first, j, stop, band, t, a)
             if spanned:
-                tile.hide_spans(product, first, j, lows, highs, by_query, t, a)
+                _hide_spans(product, first, j, lows, highs, by_query, t, a)
             tile.put_block(scores, product, t, a)
             if band >= 0 and used[h]:
-                tile.hide_covered(scores, first, j, stop, by_query, bucket[h], heavy, probes[h], used[h], t)
+                _hide_covered(scores, first, j, stop, by_query, bucket[h], heavy, probes[h], used[h], t)
             if slopes:
                 other = scores, beside, buffers
                 tile.score_block(
                     other, registers, pair[1], row, one, scores, t, False, pair[3], j, stop, fresh, t, a, vectors >> 2
                 )
-                tile.slope_block(scores, product, lane_factors, row_factors, t, a)
+                _slope_block(scores, product, lane_factors, row_factors, t, a)
                 if spanned:
-                    tile.hide_spans(product, first, j, lows, highs, by_query, t, a)
+                    _hide_spans(product, first, j, lows, highs, by_query, t, a)
                 tile.put_block(scores, product, t, a)
             tile.begin_values(memory, registers, pair[4], j, stop, column, t, a, vectors & 16, spanned)
             barrier()
             if not slopes:
-                total += tile.sum_along(scores, row_factors, t)
+                total += _sum_along(scores, row_factors, t)
             tile.add_values(acc, memory, registers, pair[4], j, stop, column, t, a, vectors & 16, spanned)
         tile.put_block(staged, acc, t, a)
         barrier()
         if i < lanes:
-            tile.add_row(out[s, place[h]], i, staged, scale, column, t, a, vectors & 32)
+            _add_row(out[s, place[h]], i, staged, scale, column, t, a, vectors & 32)
             if not slopes and column == 0 and along.shape[2]:
                 along[s, h, i] = total
 

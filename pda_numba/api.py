@@ -9,7 +9,7 @@ from . import _validate
 from ._jit import announce_slow_compilation
 from ._place import place_of_output
 from .call import TOGETHER, as_given, check_call, gpu_of, judge_heads, on_host, run_call, warn_of_error
-from .device import on_gpu, resolve_device
+from .gpu import on_gpu, resolve_device
 from .info import ErrorEstimate
 from .mask import check as check_mask
 from .masked import seen_problem

@@ -14,7 +14,7 @@ from ._jit import announce_slow_compilation
 from ._place import place
 from ._streamed import Streamed
 from .adaptive import low_rank
-from .device import estimated_seconds, gpu_name, on_gpu, resolve_device
+from .gpu import estimated_seconds, gpu_name, on_gpu, resolve_device
 from .info import AccuracyWarning, AttentionInfo, Clock
 from .mask import check as check_mask
 from .masked import masked_attention

@@ -18,8 +18,9 @@ from . import _validate
 from ._cache import Ring, Storage
 from ._jit import announce_slow_compilation
 from .cadence import AUDITS, Draws, Rows, Schedule, Values
-from .device import CPU, Cuda, estimated_seconds, open_stream, resolve_device
+from .device import CPU, Cuda
 from .fitting import HELD, Models, ranks_to_try, worth_fitting
+from .gpu import estimated_seconds, open_stream, resolve_device
 from .info import DecodeInfo
 from .ledger import EVEN, Ledger
 from .plan import exact_flops

@@ -11,7 +11,7 @@ from ._pullback_place import pullback_place
 from .backward import Gradients, apart, backward
 from .call import Call, check_call, projected, run_call, warn_of_error
 from .dense import scatter_rows
-from .device import on_gpu
+from .gpu import on_gpu
 from .info import AttentionInfo, Clock, GradientInfo
 from .masked_adjoint import Masked, masked_backward
 from .residuals import Exact

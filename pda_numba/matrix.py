@@ -23,7 +23,8 @@ import numpy as np
 from . import _validate
 from ._place import follow
 from .call import gpu_of, on_host
-from .device import CPU, Cuda, estimated_seconds, on_gpu, open_stream, resolve_device
+from .device import CPU, Cuda
+from .gpu import estimated_seconds, on_gpu, open_stream, resolve_device
 from .kernels.scalar import LOG2_E
 from .mask import check as check_mask
 from .problem import Problem

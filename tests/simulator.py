@@ -17,7 +17,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel, kernelapi
 
-from pda_numba.kernels import team, tile
+from pda_numba.kernels import staging, team, tile
 
 _BACKWARDS = [False]
 _SKIPPED: set = set()
@@ -112,8 +112,8 @@ def _places(first, count, block, a):
 
 
 def _multiply(acc, left, right, rows, i, query, buffers, j, key, a, b):
-    left[:a] = rows[i][_places(query, a, tile.block_query, a)]
-    right[:b] = buffers[j][_places(key, b, tile.block_key, a)]
+    left[:a] = rows[i][_places(query, a, staging.block_query, a)]
+    right[:b] = buffers[j][_places(key, b, staging.block_key, a)]
     product = acc.reshape(b, a)
     product += right[:b, None] * left[:a]
 

@@ -8,8 +8,8 @@ from foreign import Foreign
 from numba.core import config
 
 import pda_numba
-from pda_numba import _arrays, _streamed, _validate, device
-from pda_numba.device import estimated_seconds, resolve_device, why_no_gpu
+from pda_numba import _arrays, _streamed, _validate, gpu
+from pda_numba.gpu import estimated_seconds, resolve_device, why_no_gpu
 
 pytestmark = pytest.mark.skipif(bool(config.ENABLE_CUDASIM), reason="the simulator is always there")
 
@@ -29,20 +29,20 @@ def driver(error=None, available=True, gpus=1, capability=(9, 0)):
 
 
 def without_package(monkeypatch):
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
 
 
 def with_driver(monkeypatch, **facts):
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(device, "import_cuda", lambda: driver(**facts))
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu, "import_cuda", lambda: driver(**facts))
 
 
 def broken_package(monkeypatch):
     def fail():
         raise ImportError("NVIDIA CUDA Python bindings not found")
 
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(device, "import_cuda", fail)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu, "import_cuda", fail)
 
 
 NO_LIBRARY = "\nCUDA driver library cannot be found.\nEnsure that a compatible NVIDIA driver is installed.\n"
@@ -85,7 +85,7 @@ def test_nothing_is_missing(monkeypatch):
     with_driver(monkeypatch)
     assert why_no_gpu() is None
     assert resolve_device("cuda") == ("cuda", "asked for")
-    assert device.gpu_name() == "NVIDIA H200, compute capability 9.0"
+    assert gpu.gpu_name() == "NVIDIA H200, compute capability 9.0"
 
 
 # --- auto ---
@@ -114,7 +114,7 @@ def test_auto_without_a_gpu_says_why(monkeypatch):
 
 
 def test_a_small_call_does_not_look_for_a_gpu(monkeypatch, rng):
-    monkeypatch.setattr(device, "why_no_gpu", lambda: pytest.fail("looked for a GPU"))
+    monkeypatch.setattr(gpu, "why_no_gpu", lambda: pytest.fail("looked for a GPU"))
     _, info = pda_numba.attention(*rng.standard_normal((3, 20, 4)), return_info=True)
     assert info.device == "cpu"
     assert "on the CPU" in info.device_reason

@@ -187,7 +187,7 @@ def test_the_papers_variant_agrees_with_differences_of_the_projected_problem():
 def test_papers_variant_with_the_pair_from_the_data():
     q, k, v = make("decaying", 600, d=12, e=5, seed=1, dtype=np.float64)
     out, residuals = attention_forward(q, k, v, rank=16, proj_dim=6, calibrate=False, **PDA)
-    from pda_numba.project import balanced_pairs
+    from pda_numba.pair import balanced_pairs
 
     p_q, p_k, mean = (x[0] for x in balanced_pairs(residuals.call.problem, np.arange(1), 6))
     inner_out, inner = attention_forward(q @ p_q.T, (k - mean) @ p_k.T, v, rank=16, scale=12**-0.5, **PDA)

@@ -9,6 +9,7 @@ import pytest
 import pda_numba
 
 ROOT = Path(pda_numba.__file__).parent
+LONGEST = 400  # lines of a module: what is longer is cut where its parts meet
 
 
 def modules():
@@ -73,3 +74,8 @@ def test_the_package_does_not_import_the_command_line():
     for name, used in graph(modules()).items():
         if not name.startswith(("pda_numba.cli", "pda_numba.__main__")):
             assert not [x for x in used if x.startswith("pda_numba.cli")], name
+
+
+def test_no_module_is_long():
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}

@@ -9,8 +9,8 @@ _DRAWS = "probabilities and the numbers drawn against them"
 _FIT = "a factorisation, whose rounding grows with the condition number"
 _BACK = "the fit's cotangents, which are multiplied by the inverse of its normal matrix"
 FLOAT64_BY_NATURE = {
-    "pda_numba.apply_adjoint:_gather_ranges_cuda": _BACK,
-    "pda_numba.apply_adjoint:_write_queries_cuda": _SUMS,
+    "pda_numba.apply_adjoint_tiles:_gather_ranges_cuda": _BACK,
+    "pda_numba.apply_adjoint_tiles:_write_queries_cuda": _SUMS,
     "pda_numba.backward:_exact_rows_cuda": "products of cotangents and outputs that cancel",
     "pda_numba.backward:_judge_cuda": _SUMS,
     "pda_numba.certify:_compare_cuda": _SUMS,
@@ -45,14 +45,14 @@ FLOAT64_BY_NATURE = {
     "pda_numba.landmarks_adjoint:_to_keys_cuda": _BACK,
     "pda_numba.masked_adjoint:_settle_cuda": "products of cotangents and outputs that cancel",
     "pda_numba.near_adjoint:_near_cuda": _BACK,
+    "pda_numba.pair:_roots_cuda": _FIT,
+    "pda_numba.pair:_rotate_cuda": _FIT,
+    "pda_numba.pair:_solve_cuda": _FIT,
+    "pda_numba.pair:_stack_cuda": "rounds the projection from float64",
     "pda_numba.project:_project_cuda": "the products of the paper's variant, rounded once",
-    "pda_numba.project:_roots_cuda": _FIT,
-    "pda_numba.project:_rotate_cuda": _FIT,
-    "pda_numba.project:_solve_cuda": _FIT,
     "pda_numba.reach:_whiten_cuda": _FIT,
     "pda_numba.residuals:_number_cuda": "compares the probabilities that rows were drawn with",
     "pda_numba.sample:_weigh_candidates_cuda": _DRAWS,
-    "pda_numba.project:_stack_cuda": "rounds the projection from float64",
     "pda_numba.scan:_fold_cuda": "squares of float32 may overflow",
     "pda_numba.scan:_scan_cuda": "squares of float32 may overflow",
 }

@@ -22,10 +22,10 @@ from .tally import Geometry, Tally, tally
 
 LENGTHS = (131_072, 1_048_576)
 RANK, DIM = 128, 64
-EXACT = "pda_numba.rows:_ROWS_CUDA[float32]", "for j in range(start"
-APPLY = "pda_numba.apply:_APPLY_CUDA[float32]", "for j in range(0, rank"
+EXACT = "pda_numba.rows:_ROWS_CUDA[float32]", "for j in range(first"
+APPLY = "pda_numba.apply_tiles:_APPLY_CUDA[float32]", "for j in range(0, rank"
 OTHERS = (
-    ("pda_numba.apply:_APPLY_CUDA[float32]", "for j in range(first_near"),
+    ("pda_numba.apply_tiles:_APPLY_CUDA[float32]", "for j in range(first_near"),
     *(
         (f"pda_numba.products:_{name}_CUDA[float32]", "for j in range(0, count")
         for name in ("WEIGHTS", "NEAREST", "SQUARES")

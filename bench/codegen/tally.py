@@ -1,8 +1,8 @@
 """What one block of a driver on tiles executes: its machine code, each instruction times how often its loop turns.
 
-The trips follow from the shape of the tile, which `pda_numba.kernels.tile` exports. A loop is known by the line of the
-driver that it stands in (the compiler keeps the driver's lines for all that is inlined), and how far it was unrolled by
-what one turn does. Where a loop has a fast way (four numbers to a load) and a slow one, the fast way is counted.
+The trips follow from the shape of the tile (`pda_numba.kernels.tile`). A loop is known by the line of the driver that
+it stands in (the compiler keeps the driver's lines for all that is inlined), and how far it was unrolled by what one
+turn does. Where a loop has a fast way (four numbers to a load) and a slow one, the fast way is counted.
 """
 
 import ast
@@ -35,19 +35,25 @@ class Geometry:
     values: int
     tiles: int
 
-    a = property(lambda self: _tile().queries_per_thread(np.float32))
-    keys = property(lambda self: _tile().tile_keys(np.float32))
-    products = property(lambda self: self.a * _tile().KEYS_PER_THREAD * self.columns)  # of a tile's scores, per thread
-    sums = property(lambda self: self.a**2 * self.keys)  # multiply-adds of a tile's values, per thread
-    key_chunks = property(lambda self: -(-self.columns // _tile().CHUNK))
-    value_chunks = property(lambda self: self.keys * 2 // _tile().buffer_rows(np.float32))
-    depth_blocks = property(lambda self: -(-self.columns // _tile().depth(np.float32)))
+    shape = property(lambda self: _tile().geometry(np.float32))
+    keys = property(lambda self: self.shape.keys)
+    products = property(lambda self: self.shape.block * self.columns)  # multiply-adds of a tile's scores, per thread
+    sums = property(lambda self: self.shape.columns * self.keys)  # of a tile's values, per thread
+    key_chunks = property(lambda self: -(-self.columns // _staging().CHUNK))
+    value_chunks = property(lambda self: self.keys * 2 // self.shape.buffer_rows)
+    depth_blocks = property(lambda self: -(-self.columns // self.shape.depth))
 
 
 def _tile():
     from pda_numba.kernels import tile
 
     return tile
+
+
+def _staging():
+    from pda_numba.kernels import staging
+
+    return staging
 
 
 # --- how often a loop turns ---
@@ -90,7 +96,7 @@ _TRIPS = {
     "tile.add_values": _in_values,
     "tile.peak_of": lambda loop, g: g.keys / _count(loop, "LDS"),
     "tile.weigh": lambda loop, g: g.keys / _count(loop, "STS"),
-    "tile.put_marks": lambda loop, g: g.keys * _tile().MARKS / _tile().THREADS / _count(loop, "STS"),
+    "tile.put_marks": lambda loop, g: g.keys * _tile().MARKS / _staging().THREADS / _count(loop, "STS"),
     "tile.add_marks": _in_marks,
     "tile.hide_scores": lambda loop, g: 0,  # the last tile alone
     "for c in": lambda loop, g: g.keys / _count(loop, "LDS", "STS"),

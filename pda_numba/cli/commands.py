@@ -5,7 +5,7 @@ import numpy as np
 
 import pda_numba
 
-from ..device import resolve_device
+from ..gpu import resolve_device
 from . import files, options
 from .errors import Commands, bad_input
 

@@ -12,7 +12,7 @@ import numba
 
 import pda_numba
 
-from .. import device
+from .. import gpu
 from . import text
 
 _PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
@@ -74,8 +74,8 @@ def _loads(module):
 
 
 def _gpu():
-    missing = device.why_no_gpu()
-    return f"no cuda: {missing}" if missing else f"cuda: {device.gpu_name()}"
+    missing = gpu.why_no_gpu()
+    return f"no cuda: {missing}" if missing else f"cuda: {gpu.gpu_name()}"
 
 
 def _cache():

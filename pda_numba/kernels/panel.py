@@ -59,6 +59,12 @@ def clipped(x, low, high):
 
 
 @shared
+def is_kept(x, low, high):
+    """Was an output left as it is, not clipped?"""
+    return low <= x <= high
+
+
+@shared
 def add_square(total, x):
     return fma(x, x, total)
 

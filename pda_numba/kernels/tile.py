@@ -10,8 +10,7 @@ as on the CPU (`kernels.panel`).
     scores (a b, THREADS)      one tile of scores, then of weights
 
 While one buffer is multiplied the next chunk is on its way from global memory into registers, and is put into the other
-buffer: one barrier a chunk. Rows are shifted by `swizzle` so that neither the transposing writes nor the reads of four
-numbers at a time meet in a bank.
+buffer (`kernels.staging`): one barrier a chunk.
 
 With 8 x 4 scores and 8 x 8 sums in float32 nothing is spilled.
 A tensor-core product would take the place of `_outer` here.
@@ -20,23 +19,33 @@ A tensor-core product would take the place of `_outer` here.
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
 from .._jit import device_body
-from .panel import clipped, covered, in_band, larger, slope, weight
-from .scalar import fma, widen
+from .panel import clipped, larger, weight
+from .scalar import fma
 from .span import sees
+from .staging import (
+    CHUNK,
+    KEYS_PER_THREAD,
+    THREADS,
+    block_key,
+    block_query,
+    clean_piece,
+    fetch,
+    load,
+    load4,
+    put_keys,
+    put_values,
+    stage_columns,
+    stage_queries,
+    store,
+    store4,
+    swizzle,
+)
 from .team import barrier
 
-THREADS = 64  # threads of a block, and queries of its panel
 MARKS = 20  # columns of the coefficient table that every query needs beside its values, rounded up
-CHUNK = 16  # columns of the keys per buffer
 BLOCKS, PRODUCT_BLOCKS = 4, 6  # blocks that should fit on a multiprocessor: they limit a thread's registers
-
-_STEP = 8  # how far the swizzle shifts the next group of rows
-
-
-KEYS_PER_THREAD = 4  # b
 
 
 class Geometry(NamedTuple):
@@ -57,150 +66,6 @@ def geometry(element):
     keys, columns = a * KEYS_PER_THREAD, a * a
     depth, rows = 64 if small else 32, 2 * CHUNK * keys // columns
     return Geometry(a, keys, columns, a * KEYS_PER_THREAD, depth, rows, keys * CHUNK // THREADS)
-
-
-# --- elements of tiles: without the check for a negative index, and four at once ---
-
-
-def load(array, i, j):
-    """array[i, j] for i, j >= 0."""
-    return array[i, j]
-
-
-def store(array, i, j, x):
-    """array[i, j] = x for i, j >= 0."""
-    array[i, j] = x
-
-
-def load4(array, i, j):
-    """array[i, j : j + 4] as one load; the address must be a multiple of the four numbers' size."""
-    return array[i, j], array[i, j + 1], array[i, j + 2], array[i, j + 3]
-
-
-def store4(array, i, j, x, y, z, w):
-    """array[i, j : j + 4] = x, y, z, w as one store."""
-    array[i, j], array[i, j + 1], array[i, j + 2], array[i, j + 3] = x, y, z, w
-
-
-@overload(load, target="cuda")
-def _load_cuda(array, i, j):
-    from .vector import load
-
-    return lambda array, i, j: load(array, i, j)
-
-
-@overload(store, target="cuda")
-def _store_cuda(array, i, j, x):
-    from .vector import store
-
-    return lambda array, i, j, x: store(array, i, j, x)
-
-
-@overload(load4, target="cuda")
-def _load4_cuda(array, i, j):
-    from .vector import load4
-
-    return lambda array, i, j: load4(array, i, j)
-
-
-@overload(store4, target="cuda")
-def _store4_cuda(array, i, j, x, y, z, w):
-    from .vector import store4
-
-    return lambda array, i, j, x, y, z, w: store4(array, i, j, x, y, z, w)
-
-
-@device_body
-def block_column(t, a):
-    """Where thread t's block lies among the tile's keys (or value columns): in units of a group of four."""
-    return t // 2 % a
-
-
-@device_body
-def block_row(t, a):
-    """Where it lies among the queries. Neighbours in a warp share keys, or queries: both loads are then broadcasts."""
-    return t // (2 * a) * 2 + t % 2
-
-
-@device_body
-def swizzle(group, column, width):
-    """Where the rows 4 group .. 4 group + 3 of a shared tile keep a column; four neighbours stay together."""
-    return column ^ ((group * _STEP) & (width - 1) & 31)
-
-
-# --- from global memory ---
-
-
-@device_body
-def fetch(piece, source, first, stop, column, across, t, vector):
-    """This thread's part of a chunk of `source` from (first, column) on: `across` groups of four to a row."""
-    zero = piece.dtype.type(0)
-    for i in range(piece.shape[0] // 4):
-        row = first + t // across + THREADS // across * i
-        start = column + t % across * 4
-        if vector and row < stop and start + 4 <= source.shape[1]:
-            x, y, z, w = load4(source, row, start)
-            piece[4 * i], piece[4 * i + 1], piece[4 * i + 2], piece[4 * i + 3] = widen(x), widen(y), widen(z), widen(w)
-        else:
-            for c in range(4):
-                inside = row < stop and start + c < source.shape[1]
-                piece[4 * i + c] = widen(source[row, start + c]) if inside else zero
-
-
-@device_body
-def put_keys(buffers, current, piece, t, a):
-    """A fetched chunk of keys into a buffer, transposed; a row of the buffer holds `fold` columns of the keys."""
-    keys, fold, group = a * KEYS_PER_THREAD, a // KEYS_PER_THREAD, t % 4
-    row = current * (buffers.shape[0] // 2) + 4 // fold * group
-    for i in range(piece.shape[0] // 4):
-        place = swizzle(group, t // 4 + THREADS // 4 * i, keys)
-        for c in range(4):
-            store(buffers, row + c // fold, place + c % fold * keys, piece[4 * i + c])
-
-
-@device_body
-def _clean(piece):
-    """0 for what is not finite."""
-    zero = piece.dtype.type(0)
-    for i in range(piece.shape[0]):
-        piece[i] = piece[i] if piece[i] - piece[i] == zero else zero
-
-
-@device_body
-def put_values(buffers, current, piece, t, a):
-    """A fetched chunk of values into a buffer, as it is."""
-    across = a * a // 4
-    for i in range(piece.shape[0] // 4):
-        row = current * (buffers.shape[0] // 2) + t // across + THREADS // across * i
-        store4(buffers, row, t % across * 4, piece[4 * i], piece[4 * i + 1], piece[4 * i + 2], piece[4 * i + 3])
-
-
-@device_body
-def stage_queries(queries, q, row, first, factor, t, vector):
-    """The columns from `first` on of the thread's own query, times `factor`; zero beyond its end."""
-    zero = queries.dtype.type(0)
-    for d in range(0, min(queries.shape[0], (q.shape[1] - first + CHUNK - 1) // CHUNK * CHUNK), 4):
-        place = swizzle(d // 4, t, THREADS)
-        start = first + d
-        if vector and start + 4 <= q.shape[1]:
-            x, y, z, w = load4(q, row, start)
-            store(queries, d, place, widen(x) * factor)
-            store(queries, d + 1, place, widen(y) * factor)
-            store(queries, d + 2, place, widen(z) * factor)
-            store(queries, d + 3, place, widen(w) * factor)
-        else:
-            for c in range(4):
-                value = widen(q[row, start + c]) * factor if start + c < q.shape[1] else zero
-                store(queries, d + c, place, value)
-
-
-@device_body
-def stage_columns(queries, columns, i, first, t):
-    """The same for query i of `columns (depth, queries)`: transposed, and already multiplied by the factor."""
-    zero = queries.dtype.type(0)
-    for d in range(0, min(queries.shape[0], (columns.shape[0] - first + CHUNK - 1) // CHUNK * CHUNK)):
-        value = columns[first + d, i] if first + d < columns.shape[0] else zero
-        store(queries, d, swizzle(d // 4, t, THREADS), value)
 
 
 # --- products ---
@@ -308,7 +173,7 @@ def begin_values(memory, registers, values, start, stop, column, t, a, vector, c
     (_, _, buffers), (_, _, _, piece) = memory, registers
     fetch(piece, values, start, stop, column, a * a // 4, t, vector)
     if clean:
-        _clean(piece)
+        clean_piece(piece)
     put_values(buffers, 0, piece, t, a)
 
 
@@ -323,23 +188,14 @@ def add_values(acc, memory, registers, values, start, stop, column, t, a, vector
     for j in range(0, min(scores.shape[0], stop - start), rows):
         fetch(piece, values, start + j + rows, stop, column, a * a // 4, t, vector)
         if clean:
-            _clean(piece)
+            clean_piece(piece)
         _add_chunk(acc, left, right, scores, j, buffers, current, t, a)
         current = 1 - current
         put_values(buffers, current, piece, t, a)
         barrier()
 
 
-@device_body
-def block_key(x, t, a):
-    """Which key (or value column) of the tile is the x-th of thread t's block."""
-    return (block_column(t, a) + x // 4 * a) * 4 + x % 4
-
-
-@device_body
-def block_query(y, t, a):
-    """Which query is the y-th of thread t's block."""
-    return (block_row(t, a) + y // 4 * (THREADS // a)) * 4 + y % 4
+# --- the softmax: thread t on the scores of query t ---
 
 
 @device_body
@@ -470,43 +326,6 @@ def write_row(out, row, scores, column, t, a, vector):
                 out[row, column + e + c] = load(scores, e + c, place)
 
 
-# --- for adjoints: lanes are what a thread's own row of the output belongs to, rows are those of the tile ---
-
-
-@device_body
-def weigh_block(product, lse, by_lane, t, a):
-    """Scores to weights in registers; `lse` has an entry for every lane, or for every row of the tile."""
-    for x in range(product.shape[0] // a):
-        for y in range(a):
-            top = lse[block_query(y, t, a)] if by_lane else lse[block_key(x, t, a)]
-            product[x * a + y] = weight(product[x * a + y], top)
-
-
-@device_body
-def hide_block(product, lane, row, stop, window, t, a):
-    """No weight for rows from `stop` on, nor outside of the band; `lane` and `row` are the first ones."""
-    for x in range(product.shape[0] // a):
-        place = row + block_key(x, t, a)
-        for y in range(a):
-            if place >= stop or (window >= 0 and not in_band(lane + block_query(y, t, a), place, window)):
-                product[x * a + y] = product.dtype.type(0)
-
-
-@device_body
-def hide_covered(scores, lane, row, stop, by_query, bucket, heavy, probes, used, t):
-    """No weight for keys that are near to a query by content; lanes are queries and rows keys, or the other way.
-
-    Between barriers: in shared memory, for a loop over probes would keep the registers from being registers.
-    """
-    barrier()
-    for j in range(min(scores.shape[0], stop - row)):
-        query, key = (lane + t, row + j) if by_query else (row + j, lane + t)
-        inside = query < probes.shape[0] and key < bucket.shape[0]
-        if inside and covered(bucket[key, 0], heavy, probes[query], used):
-            store(scores, j, score_place(j, t), scores.dtype.type(0))
-    barrier()
-
-
 @device_body
 def span_range(lows, highs):
     """The keys that some lane sees, and those that every lane sees: (low, high, low, high); after a barrier."""
@@ -519,57 +338,6 @@ def span_range(lows, highs):
         else:
             inner_high = np.int64(0)
     return low, high, inner_low, inner_high
-
-
-@device_body
-def hide_spans(product, lane, row, lows, highs, by_lane, t, a):
-    """No weight where a query does not see a key; the spans are of the lanes, which are queries, or of the rows."""
-    for x in range(product.shape[0] // a):
-        i = block_key(x, t, a)
-        for y in range(a):
-            j = block_query(y, t, a)
-            seen = sees(row + i, lows[j], highs[j]) if by_lane else sees(lane + j, lows[i], highs[i])
-            if not seen:
-                product[x * a + y] = product.dtype.type(0)
-
-
-@device_body
-def slope_block(scores, product, lanes, rows, t, a):
-    """The products with the cotangents to slopes, in registers: by the thread's own weights, c = lanes * rows."""
-    for x in range(product.shape[0] // a):
-        row = block_key(x, t, a)
-        for g in range(a // 4):
-            lane, i = block_query(4 * g, t, a), x * a + 4 * g
-            x0, x1, x2, x3 = load4(scores, row, swizzle(row // 4, lane, THREADS))
-            product[i] = slope(x0, product[i], lanes[lane] * rows[row])
-            product[i + 1] = slope(x1, product[i + 1], lanes[lane + 1] * rows[row])
-            product[i + 2] = slope(x2, product[i + 2], lanes[lane + 2] * rows[row])
-            product[i + 3] = slope(x3, product[i + 3], lanes[lane + 3] * rows[row])
-
-
-@device_body
-def sum_along(scores, rows, t):
-    """sum_j w_j rows_j for the thread's own lane."""
-    total = rows.dtype.type(0)
-    for j in range(scores.shape[0]):
-        total = fma(load(scores, j, score_place(j, t)), rows[j], total)
-    return total
-
-
-@device_body
-def add_row(out, row, scores, factor, column, t, a, vector):
-    """`factor` times the thread's own lane, added to out[row, column:] (see `write_row`)."""
-    for e in range(0, min(a * a, out.shape[1] - column), 4):
-        place = score_place(e, t)
-        if vector and column + e + 4 <= out.shape[1]:
-            x, y, z, w = load4(out, row, column + e)
-            x, y = fma(load(scores, e, place), factor, x), fma(load(scores, e + 1, place), factor, y)
-            z, w = fma(load(scores, e + 2, place), factor, z), fma(load(scores, e + 3, place), factor, w)
-            store4(out, row, column + e, x, y, z, w)
-        else:
-            for c in range(min(4, out.shape[1] - column - e)):
-                old = out[row, column + e + c]
-                out[row, column + e + c] = fma(load(scores, e + c, place), factor, old)
 
 
 # --- on the host ---

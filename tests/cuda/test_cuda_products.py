@@ -9,7 +9,7 @@ import pytest
 import simulator
 from common import host, on_cuda
 
-from pda_numba.kernels import tile
+from pda_numba.kernels import staging, tile
 from pda_numba.kernels.simd import padded
 from pda_numba.products import features, nearest, squares
 
@@ -65,10 +65,10 @@ def test_squares(rng):
 def test_a_register_block_at_once_is_that_as_written(element, rng):
     """For every thread: b keys or a value columns by a queries."""
     a, width = tile.geometry(element).a, tile.geometry(element).columns
-    rows, buffers = (rng.standard_normal((5, n)).astype(element) for n in (tile.THREADS, width))
-    for b, t in itertools.product((tile.KEYS_PER_THREAD, a), range(tile.THREADS)):
-        query = tile.swizzle(3, tile.block_query(0, t, a), tile.THREADS)
-        key = tile.swizzle(3, tile.block_key(0, t, a), a * b)
+    rows, buffers = (rng.standard_normal((5, n)).astype(element) for n in (staging.THREADS, width))
+    for b, t in itertools.product((staging.KEYS_PER_THREAD, a), range(staging.THREADS)):
+        query = staging.swizzle(3, staging.block_query(0, t, a), staging.THREADS)
+        key = staging.swizzle(3, staging.block_key(0, t, a), a * b)
         start, found = rng.standard_normal(a * b).astype(element), []
         for way in (contextlib.nullcontext, simulator.as_written):
             acc, left, right = start.copy(), np.empty(a, element), np.empty(a, element)

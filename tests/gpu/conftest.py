@@ -3,7 +3,7 @@
 import pytest
 from numba.core import config
 
-from pda_numba.device import why_no_gpu
+from pda_numba.gpu import why_no_gpu
 
 
 def pytest_collection_modifyitems(items):
