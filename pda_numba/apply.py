@@ -16,7 +16,7 @@ from numba import prange
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .apply_tiles import apply_on_gpu
 from .content import begin_sums, nothing
-from .core import LEVERAGE_COLUMNS
+from .core_places import LEVERAGE_COLUMNS
 from .kernels.panel import (
     TILE,
     add_square,

@@ -7,7 +7,7 @@ one to the other, the leverage's columns and the normaliser's are summed up besi
 import numpy as np
 
 from ._jit import cuda, cuda_kernel
-from .core import LEVERAGE_COLUMNS
+from .core_places import LEVERAGE_COLUMNS
 from .kernels import tile
 from .kernels.panel import add_square, covered, in_band, larger, log_sum, weight
 from .kernels.team import barrier

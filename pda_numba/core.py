@@ -24,7 +24,8 @@ from numba import prange
 
 from . import draw
 from ._jit import CudaSteps, cpu_kernel, cuda, cuda_kernel, shared
-from .decompose import decompose, decomposition_places, largest_of, multiply
+from .core_places import CANDIDATES, LEVERAGE_COLUMNS, SKETCH, places
+from .decompose import decompose, largest_of, multiply
 from .kernels.groups import group, group_size, groups, place
 from .kernels.scalar import normal
 from .kernels.simd import padded
@@ -34,74 +35,9 @@ from .kernels.view import view
 from .leave_one_out import LEFT_ALONE as LEFT_ALONE
 from .leave_one_out import leave_one_out
 
-LEVERAGE_COLUMNS = 16  # the leverage |x G|^2 is estimated from this many random combinations of G's columns
-_SKETCH = 8  # value columns, or random combinations of them, on which the candidates for lambda are compared
-_CANDIDATES = 9
 # Where outputs are merged, a normaliser's error changes them by as much of the difference between two outputs: of the
 # size of an output, twice that at most.
 _JOINT = 4.0
-
-# --- the workspace of one head ---
-
-
-class _Places(NamedTuple):
-    """Where each array begins in a head's workspace; the scratch of single steps comes first."""
-
-    squares: int
-    vt: int
-    right: int
-    gains: int
-    coefficients: int
-    sketch: int
-    sketched_target: int
-    sketched_exact: int
-    sketched_right: int
-    combination: int
-    basis: int
-    product: int
-    loo: int
-    end: int
-
-
-@shared
-def _places(n, rank, windows, columns, width, team):
-    """The layout for `rank` landmarks, n rows and panels of `width` lanes; no place falls when an argument rises."""
-    size = min(columns - 1, _SKETCH) + 1
-    fitted = padded(max(_CANDIDATES * windows * size, columns))
-    small, _ = decomposition_places(n, rank, windows * columns, width, team)
-    decomposition = small + rank * (rank + windows * columns + min(rank, windows * columns))
-    judgement = (3 * padded(rank) + padded(_CANDIDATES) + fitted + _CANDIDATES * windows) * width
-    squares = max(decomposition, judgement)
-    vt = squares + rank
-    right = vt + padded(rank) * rank
-    gains = right + rank * windows * columns
-    coefficients = gains + padded(_CANDIDATES) * rank
-    sketch = coefficients + fitted * rank
-    sketched_target = sketch + columns * size
-    sketched_exact = sketched_target + n * windows * size
-    sketched_right = sketched_exact + n * (size - 1)
-    combination = sketched_right + rank * windows * size
-    basis = combination + rank * LEVERAGE_COLUMNS
-    product = basis + rank * (columns + LEVERAGE_COLUMNS)
-    loo = product + rank * (columns + LEVERAGE_COLUMNS)
-    end = loo + _CANDIDATES * windows
-    return _Places(
-        squares,
-        vt,
-        right,
-        gains,
-        coefficients,
-        sketch,
-        sketched_target,
-        sketched_exact,
-        sketched_right,
-        combination,
-        basis,
-        product,
-        loo,
-        end,
-    )
-
 
 # --- bodies: the choice of lambda, and the table ---
 
@@ -112,8 +48,8 @@ def _fill_sketch(seed, head, sketch):
     values, size = sketch.shape[0] - 1, sketch.shape[1] - 1
     for e in range(member(), values + 1, members()):
         for j in range(size + 1):
-            sketch[e, j] = 1.0 if (e == values and j == size) or (values <= _SKETCH and e == j) else 0.0
-            if e < values and j < size and values > _SKETCH:
+            sketch[e, j] = 1.0 if (e == values and j == size) or (values <= SKETCH and e == j) else 0.0
+            if e < values and j < size and values > SKETCH:
                 sketch[e, j] = normal(seed, head, draw.SKETCH, e * size + j) / math.sqrt(size)
     barrier()
 
@@ -121,7 +57,7 @@ def _fill_sketch(seed, head, sketch):
 @shared
 def _level(g):
     """The candidates for l."""
-    return 10.0 ** (2 * (g - _CANDIDATES + 1))
+    return 10.0 ** (2 * (g - CANDIDATES + 1))
 
 
 @shared
@@ -147,7 +83,7 @@ def _fill_coefficients(right, begin, total, gains, count, out):
 def _compare(features, vt, gains, right, target, exact, weight, first, joint, width, seed, head, loo, at, work):
     """Leave-one-out errors (candidates * windows,) of all candidates, on the sketch of the outputs."""
     n, windows, columns = target.shape
-    rank, size = vt.shape[1], min(columns - 1, _SKETCH) + 1
+    rank, size = vt.shape[1], min(columns - 1, SKETCH) + 1
     sketch = view(work, at.sketch, (columns, size))
     _fill_sketch(seed, head, sketch)
     targets = view(work, at.sketched_target, (n * windows, size))
@@ -156,9 +92,9 @@ def _compare(features, vt, gains, right, target, exact, weight, first, joint, wi
     multiply(target, 0, columns, 1, columns, sketch, targets)
     multiply(exact, 0, columns - 1, 1, columns - 1, sketch, outputs)
     multiply(right, 0, columns, 1, columns, sketch, rights)
-    rows = padded(_CANDIDATES * windows * size)
+    rows = padded(CANDIDATES * windows * size)
     coefficients = view(work, at.coefficients, (rows, rank))
-    _fill_coefficients(view(rights, 0, (rank, windows * size)), 0, windows * size, gains, _CANDIDATES, coefficients)
+    _fill_coefficients(view(rights, 0, (rank, windows * size)), 0, windows * size, gains, CANDIDATES, coefficients)
     none, targets = work[:0], view(targets, 0, (n, windows, size))
     judged = weight, first, joint, width
     leave_one_out(features, vt, gains, coefficients, targets, 0, windows, outputs, *judged, loo, none, none, work)
@@ -207,7 +143,7 @@ def _decomposed(at, rank, columns, work):
 def _decompose_head(h, features, target, weight, ranks, width, work):
     """sigma, V and U^T Y."""
     _, n, windows, columns = target.shape
-    at = _places(n, ranks[h], windows, columns, width, members())
+    at = places(n, ranks[h], windows, columns, width, members())
     squares, vt, right = _decomposed(at, ranks[h], windows * columns, work)
     whole = view(target[h], 0, (n, windows * columns))
     decompose(features[h], whole, weight[h], ranks[h], width, squares, vt, right, work)
@@ -217,10 +153,10 @@ def _decompose_head(h, features, target, weight, ranks, width, work):
 def _compare_head(h, heads, features, target, exact, weight, first, joint, ranks, seed, width, work):
     """The leave-one-out error of every candidate, for every window."""
     _, n, windows, columns = target.shape
-    at = _places(n, ranks[h], windows, columns, width, members())
+    at = places(n, ranks[h], windows, columns, width, members())
     squares, vt, right = _decomposed(at, ranks[h], windows * columns, work)
-    gains = view(work, at.gains, (padded(_CANDIDATES), ranks[h]))
-    _fill_gains(squares, 0, _CANDIDATES, gains)
+    gains = view(work, at.gains, (padded(CANDIDATES), ranks[h]))
+    _fill_gains(squares, 0, CANDIDATES, gains)
     sampled = target[h], exact[h], weight[h], first, joint, width
     _compare(features[h], vt, gains, right, *sampled, seed, heads[h], work[at.loo : at.end], at, work)
 
@@ -229,7 +165,7 @@ def _compare_head(h, heads, features, target, exact, weight, first, joint, ranks
 def _best(candidates, window, windows):
     """The candidate whose leave-one-out error is the least for this window."""
     best = 0
-    for g in range(_CANDIDATES):
+    for g in range(CANDIDATES):
         best = g if candidates[g * windows + window] < candidates[best * windows + window] else best
     return best
 
@@ -241,7 +177,7 @@ def _judge_head(
     """Ridge, relative leave-one-out error and that of each row, for every window."""
     features, target, exact, weight, rank = features[h], target[h], exact[h], weight[h], ranks[h]
     n, windows, columns = target.shape
-    at = _places(n, rank, windows, columns, width, members())
+    at = places(n, rank, windows, columns, width, members())
     squares, vt, right = _decomposed(at, rank, windows * columns, work)
     chosen, own = view(work, at.gains, (padded(1), rank)), view(work, at.coefficients, (padded(columns), rank))
     square = _output_square(exact, weight, first)
@@ -261,7 +197,7 @@ def _judge_head(
 def _table_head(h, heads, target, ranks, seed, width, table, work):
     """[Z, G] for every window."""
     (_, n, windows, columns), rank = target.shape, ranks[h]
-    at = _places(n, rank, windows, columns, width, members())
+    at = places(n, rank, windows, columns, width, members())
     squares, vt, right = _decomposed(at, rank, windows * columns, work)
     chosen = view(work, at.gains, (padded(1), rank))
     combination = view(work, at.combination, (rank, LEVERAGE_COLUMNS))
@@ -432,7 +368,7 @@ def fit(problem, heads, features, target, exact, weight, rank, *, first=0):
     table = device.empty((count, windows, padded_rank, padded(columns + LEVERAGE_COLUMNS)), problem.element)
     ridge, loo = (device.empty((count, windows), np.float64) for _ in range(2))
     row_error, row_leverage = (device.empty((count, windows, n), np.float64) for _ in range(2))
-    work = device.empty((slots, _places(n, padded_rank, windows, columns, width, team).end), np.float64)
+    work = device.empty((slots, places(n, padded_rank, windows, columns, width, team).end), np.float64)
     joint = _JOINT if problem.merged else 0.0
     given = problem.query_heads(heads), features, target, exact, weight, first, joint, rank, problem.seed, width
     device.run(_fit_cpu, _FIT_CUDA, (slots,), *given, table, ridge, loo, row_error, row_leverage, work)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import _validate
-from .core import LEVERAGE_COLUMNS
+from .core_places import LEVERAGE_COLUMNS
 from .kernels.panel import TILE
 from .options import options as check_options
 

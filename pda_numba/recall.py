@@ -14,7 +14,7 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
-from .core import LEVERAGE_COLUMNS
+from .core_places import LEVERAGE_COLUMNS
 from .kernels.panel import TILE, add_square, larger, log_sum, weight
 from .kernels.team import member, members
 from .steps import FEW, ROOM, attend_keys, prepare

@@ -16,7 +16,8 @@ import numpy as np
 from . import content, draw, landmarks, plan, trial
 from ._jit import cuda, cuda_kernel, serial_kernel, shared
 from .apply import apply
-from .core import LEVERAGE_COLUMNS, fit
+from .core import fit
+from .core_places import LEVERAGE_COLUMNS
 from .kernels.simd import padded
 from .near import targets
 from .products import features

@@ -24,7 +24,7 @@ def attend(x, rows, used, k, v, near, out, lse):
 
 
 @pytest.mark.parametrize("element", [np.float32, np.float64])
-@pytest.mark.parametrize("d, e", [(1, 1), (59, 111), (64, 64), (256, 8)])
+@pytest.mark.parametrize(("d", "e"), [(1, 1), (59, 111), (64, 64), (256, 8)])
 @pytest.mark.parametrize("near", [(3, 4, 90, 0), (0, 75, 80, 16), (5, 5, 40, 9), (2, 300, 301, 200), (0, TILE, 200, 1)])
 def test_rows_go_on_from_what_they_have_seen(element, d, e, near):
     rng = np.random.default_rng(0)
