@@ -67,7 +67,7 @@ def write(folder, name, header, rows):
 
 def table(header, rows):
     """Columns of text; floats with three digits."""
-    cells = [header, *([f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows)]
+    cells = [header, *([f"{x:.3g}" if isinstance(x, (float, np.floating)) else str(x) for x in row] for row in rows)]
     widths = [max(len(str(row[i])) for row in cells) for i in range(len(header))]
     lines = ["  ".join(str(x).ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(lines)
