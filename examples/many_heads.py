@@ -5,7 +5,7 @@
 
 The arrays are (heads, tokens, dim), query heads a multiple of key heads. Every task reads its own heads from the files
 and writes its part of O.npy, so that nothing but file names and error limits travels: the workers need the files under
-the same names. Needs `pip install "pda_numba[dask]"`, and dask's distributed for a cluster.
+the same names. Needs `pip install "pda_numba[dask]"`.
 """
 
 import argparse

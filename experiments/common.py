@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import multiprocessing
+import os
 import pathlib
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import numpy as np
 import pda_numba
 
 VERDICTS = ("confirmed", "corrected", "refuted")
+STARTED = os.times()
 
 
 def command(doc):
@@ -65,7 +67,7 @@ def write(folder, name, header, rows):
 
 def table(header, rows):
     """Columns of text; floats with three digits."""
-    cells = [header, *([f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows)]
+    cells = [header, *([f"{x:.3g}" if isinstance(x, (float, np.floating)) else str(x) for x in row] for row in rows)]
     widths = [max(len(str(row[i])) for row in cells) for i in range(len(header))]
     lines = ["  ".join(str(x).ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(lines)
@@ -79,7 +81,7 @@ def verdict(statement, word, measured):
 
 
 def show(sizes, tables, verdicts):
-    """Print what ran, the tables (title, header, rows) and the verdicts."""
+    """Print what ran, the tables (title, header, rows), the verdicts, and how long it took."""
     print(f"pda_numba {pda_numba.__version__}, {numba.get_num_threads()} threads; {sizes}")
     for title, header, rows in tables:
         print(f"\n{title}\n\n{table(header, rows)}")
@@ -87,6 +89,10 @@ def show(sizes, tables, verdicts):
         "\n"
         + "\n".join(textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False) for line in verdicts)
     )
+    now = os.times()
+    # with the processes that were started; what they wait for, and other programs, is in the clock alone
+    processor = sum(now[:4]) - sum(STARTED[:4])
+    print(f"\nTook {now.elapsed - STARTED.elapsed:.0f} s by the clock, {processor:.0f} s of processor time")
 
 
 @contextlib.contextmanager

@@ -16,9 +16,8 @@ Writes variance.csv, training.csv and gradient_variance.png.
 
 import click
 import numpy as np
-from common import command, exponent, picture, write
+from common import command, exponent, picture, show, write
 
-import pda_numba
 from pda_numba import attention_vjp
 from pda_numba.data import real_heads, smooth_heads
 
@@ -140,11 +139,12 @@ def draw(path, variance, training):
 @click.option("--steps", default=240, show_default=True)
 def main(out, tokens, seeds, steps):
     variance, training = measure_variance(tokens, seeds), measure_training(tokens // 2, steps)
-    write(out, "variance.csv", ["head", "over", "size", "variance", "squared bias"], variance)
+    header = ["head", "over", "size", "variance", "squared bias"]
+    write(out, "variance.csv", header, variance)
     write(out, "training.csv", ["step", "exact", *RANKS], zip(range(steps), *training.values(), strict=True))
     draw(out / "gradient_variance.png", variance, training)
-    print(f"pda_numba {pda_numba.__version__}, N = {tokens}, {seeds} seeds, {steps} steps")
-    print("\n".join(verdicts(variance, training)))
+    title = "Variance and squared bias over seeds, relative to |exact gradient|^2"
+    show(f"N = {tokens}, {seeds} seeds, {steps} steps", [(title, header, variance)], verdicts(variance, training))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def rough_heads(shape):
 HEADS = {"smooth": smooth_heads, "rough": rough_heads}
 
 
-def measure_one(head, method, n):
-    """The columns from R on; runs in a process of its own."""
+def measure_one(head, method, n, which, true):
+    """The columns from R on, `true` the exact output of the rows `which`; runs in a process of its own."""
     warnings.simplefilter("ignore", pda_numba.AccuracyWarning)  # the error is what is measured
     q, k, v = HEADS[head]((n, DIM))
     rank = METHODS[method](n)
@@ -60,7 +60,6 @@ def measure_one(head, method, n):
         start = time.perf_counter()
         call()
         seconds = min(seconds, time.perf_counter() - start)
-    which, true = true_rows(q, k, v)
     found = [(off(out[which], true), float(info.error), float(info.error_limit))]
     for seed in range(1, SEEDS if rank else 1):
         _, own = call(seed)
@@ -78,11 +77,15 @@ def true_rows(q, k, v):
 
 
 def measure(heads, sizes, longest_exact):
+    """The rows of the table: all lengths of one method and head behind each other."""
+    rows = []
     for head in heads:
-        for method in METHODS:
-            for n in sizes:
+        for n in sizes:
+            rows_of_all = true_rows(*HEADS[head]((n, DIM)))
+            for method in METHODS:
                 if method != "exact" or n <= longest_exact:
-                    yield (head, method, n, *in_fresh_process(measure_one, head, method, n))
+                    rows.append((head, method, n, *in_fresh_process(measure_one, head, method, n, *rows_of_all)))
+    return sorted(rows, key=lambda row: (heads.index(row[0]), list(METHODS).index(row[1])))
 
 
 # --- results ---
@@ -158,7 +161,7 @@ def draw(path, rows):
 @click.option("--tokens", "sizes", default=SIZES, multiple=True, type=int, help="Once for each size; 1k to 1M.")
 @click.option("--exact", default=65536, show_default=True, help="The longest sequence of exact attention.")
 def main(out, heads, sizes, exact):
-    rows = list(measure(heads, sizes, exact))
+    rows = measure(heads, sizes, exact)
     write(out, "scaling.csv", HEADER, rows)
     draw(out / "scaling.png", rows)
     show(f"D = E = {DIM}, {min(sizes):,} to {max(sizes):,} tokens", [("Scaling", HEADER, rows)], verdicts(rows))

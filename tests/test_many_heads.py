@@ -1,5 +1,6 @@
-"""The example that spreads heads over dask's workers, on its local schedulers."""
+"""The example that spreads heads over dask's workers: on its local schedulers, and on a cluster on this machine."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,6 +54,44 @@ def test_the_command(files, capsys):
     q, k, v = (np.load(file) for file in files)
     for head, exact in zip(np.load("o.npy"), naive.attention_heads(q, k, v), strict=True):
         assert naive.relative(head, exact) <= 0.2
+
+
+@pytest.fixture
+def cluster(request):
+    """Two workers of the distributed scheduler, in this process or in processes of their own."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=request.param, dashboard_address=None
+    ) as cluster:
+        yield cluster.scheduler_address
+
+
+def check_heads(printed):
+    """The output of `--at-once 1`: each key head is a call of its own, bit for bit, whichever worker took it."""
+    q, k, v = (np.load(f"{name}.npy") for name in "qkv")
+    for head, out in enumerate(np.load("o.npy").reshape(2, 2, 700, 8)):
+        own = slice(2 * head, 2 * head + 2)
+        expected = pda_numba.attention(q[own], k[head : head + 1], v[head : head + 1], tol=0.2)
+        np.testing.assert_array_equal(out, expected)
+        for one, exact in zip(out, naive.attention_heads(q[own], k[[head]], v[[head]]), strict=True):
+            assert naive.relative(one, exact) <= 0.2
+    assert printed.count("error at most") == 4
+
+
+@pytest.mark.parametrize("cluster", [False], indirect=True, ids=["threads"])
+def test_a_cluster_in_this_process(files, cluster, capsys):
+    many_heads.main([*files, "-o", "o.npy", "--tol", "0.2", "--scheduler", cluster])
+    check_heads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [True], indirect=True, ids=["processes"])
+def test_a_cluster_of_processes(files, cluster):
+    """As on several machines: the workers know of nothing but files, and have the function from the scheduler."""
+    assert cluster.startswith("tcp://")
+    command = [sys.executable, many_heads.__file__, *files, "-o", "o.npy", "--tol", "0.2", "--scheduler", cluster]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    check_heads(done.stdout)
 
 
 def test_wrong_files_are_told_before_any_task(files):
