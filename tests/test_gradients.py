@@ -198,24 +198,29 @@ def test_papers_variant_with_the_pair_from_the_data():
         assert worst(own, true) < 1e-9  # the two problems differ by rounding, which the fit amplifies
 
 
-@pytest.mark.parametrize(("near", "most"), [("none", 3), ("window", 3), ("content", 5)])
-def test_float32_low_rank_gradients_are_as_good_as_plain_ones(near, most):
+@pytest.mark.parametrize("near", ["none", "window", "content"])
+def test_float32_low_rank_gradients_are_as_good_as_plain_ones(near):
     """At most 3x the error of the frozen algorithm done in plain float32 arithmetic, with the fit itself in float64.
 
-    Beside buckets 5x (measured: 3.6x): what is left for the fit there is a small difference of two sums in float32,
-    where the frozen algorithm sums up what is far.
+    The median of five problems: most of either error is that of the few rows that the fit rests on, so that their ratio
+    varies by a factor of three from one problem to the next (measured: medians 1.3 to 2.3, from 0.9 to 4.9).
     """
-    arrays = make("clustered", 700, d=16, e=8, seed=1)
-    out, residuals = attention_forward(*arrays, rank=16, near=near, **PDA)
-    dout = cotangent(out)
-    double = [x.astype(np.float64) for x in arrays]
-    head = frozen_heads(*double, residuals)[0]
-    rough = frozen_heads(*arrays, residuals)[0]
-    rough.choice["round"] = np.float32
-    for i, own in enumerate(attention_backward(residuals, dout)):
-        true = grad(lambda *x: (head(*x) * dout.astype(np.float64)).sum(), i)(*double)
-        plain = grad(lambda *x: (rough(*x) * dout).sum(), i)(*rough.inputs)
-        assert naive.relative(own, true) <= most * naive.relative(plain, true)
+    ratios = []
+    for seed in range(1, 6):
+        arrays = make("clustered", 700, d=16, e=8, seed=seed)
+        out, residuals = attention_forward(*arrays, rank=16, near=near, **PDA)
+        dout = cotangent(out)
+        double = [x.astype(np.float64) for x in arrays]
+        head = frozen_heads(*double, residuals)[0]
+        rough = frozen_heads(*arrays, residuals)[0]
+        rough.choice["round"] = np.float32
+        own = []
+        for i, mine in enumerate(attention_backward(residuals, dout)):
+            true = grad(lambda *x: (head(*x) * dout.astype(np.float64)).sum(), i)(*double)  # noqa: B023
+            plain = grad(lambda *x: (rough(*x) * dout).sum(), i)(*rough.inputs)  # noqa: B023
+            own.append(naive.relative(mine, true) / naive.relative(plain, true))
+        ratios.append(own)
+    assert (np.median(ratios, axis=0) <= 3).all()
 
 
 # --- what must not be NaN ---
