@@ -21,15 +21,15 @@ _HOPE = 2.0
 _LEAST_SLOPE, _SLACK = 0.3, 1.0
 
 
-def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, beside=None):
+def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, beside=None, judged=True):
     """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each ("exact" where that is left to do).
 
-    `keep`, if given, is told what the gradients of the heads that are done at a rank need. With `beside`, a
-    `finish.Beside` of all heads, the output is one part of several, and a fixed rank needs no certificate.
+    `keep`, if given, is told what the gradients of the heads that are done at a rank need; `beside`, a `finish.Beside`
+    of all heads, is filled. A fixed rank needs no certificate if it is not to be `judged`.
     """
     results = {h: HeadResult() for h in heads}
     fixed = options.tol is None or options.rank is not None
-    judged = beside is None or not fixed
+    judged = judged or not fixed
     active, sample, previous = np.asarray(heads), None, None
     for rank in ranks:
         last = rank == ranks[-1]

@@ -40,6 +40,8 @@ class Whole:
     lse: Any  # (heads, N): log2 of every row's normaliser so far
     leverage: Any  # (heads, N): where errors may be, 0 where all is exact
     results: list
+    judged: np.ndarray  # (heads,) bool: heads that are one rectangle of low rank, certified as such
+    ranges: Any
     clock: Any
 
 
@@ -54,14 +56,15 @@ def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, k
     reason = "asked for" if options.method == "exact" else "exact is cheaper"
     results = [HeadResult(method="exact", reason=reason, row_share=1.0) for _ in heads]
     seen = seen_problem(problem, heads, mask)
-    whole = Whole(seen, heads, mask, options, out, lse, device.zeros(lse.shape, lse.dtype), results, clock)
+    leverage, judged = device.zeros(lse.shape, lse.dtype), np.zeros(len(heads), bool)
+    whole = Whole(seen, heads, mask, options, out, lse, leverage, results, judged, ranges, clock)
     found, kept = layouts(seen, heads, mask, options), []
     _exact_leaves(whole, found)
     for which in ("low", "rest"):
         for shape, members in by_shape(found, which).items():
             kept += _rectangles(whole, shape, members, which == "low", keep)
     exact = _exact_rows(whole, found)
-    _certify(whole, ranges, judge)
+    _certify(whole, judge)
     for layout in found:
         _account(whole, layout)
     if keep:
@@ -74,9 +77,11 @@ def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, k
 
 def seen_problem(problem, heads, mask):
     """The problem with the spans of the mask; keys in between that nobody sees are taken out."""
-    n = problem.shape[0]
-    spans = np.stack([pattern.spans(n) for pattern in mask.patterns])
-    problem = dataclasses.replace(problem, spans=spans, pattern=mask.pattern)
+    used, own = np.unique(mask.pattern[heads], return_inverse=True)
+    pattern = np.zeros_like(mask.pattern)
+    pattern[heads] = own.reshape(-1)
+    spans = np.stack([mask.patterns[p].spans(problem.shape[0]) for p in used])
+    problem = dataclasses.replace(problem, spans=spans, pattern=pattern)
     return compacted(problem, heads, mask) if mask.compacts else problem
 
 
@@ -112,12 +117,29 @@ def _exact_leaves(whole, found):
     for p, layout in enumerate(found):
         pattern[heads[layout.groups]] = p
     own = dataclasses.replace(problem, spans=spans, pattern=pattern)
+    alone = {int(p): layout.low[0] for layout in found if layout.alone for p in layout.groups.reshape(-1)}
+    some = np.array([p for p in range(len(heads)) if p not in alone], int)
     with whole.clock.stage("exact"):
-        runs = np.split(np.arange(len(heads)), np.flatnonzero(np.diff(heads) != 1) + 1)
-        for run in runs:
+        for run in np.split(some, np.flatnonzero(np.diff(heads[some]) != 1) + 1) if len(some) else ():
             first, last = int(heads[run[0]]), int(heads[run[-1]])
             _, lse, _ = rows(own, heads[run], out=whole.out[first : last + 1])
             problem.device.put(lse, np.arange(len(run)), run, whole.lse)
+        if alone:
+            _nothing_yet(whole, own, alone)
+
+
+def _nothing_yet(whole, problem, alone):
+    """Heads that one rectangle is all of: without weight before it comes, and 0 around it."""
+    device, n, places = problem.device, problem.shape[0], np.array(list(alone))
+    lowest = device.upload(np.full((1, n), -np.inf, problem.element))
+    device.put(lowest, np.zeros(len(alone), int), places, whole.lse)
+    around = [np.r_[: r.query, r.query + r.queries : n] for r in alone.values()]
+    which, counts = np.zeros((len(alone), max(map(len, around))), np.int64), np.array([len(own) for own in around])
+    for i, own in enumerate(around):
+        which[i, : len(own)] = own
+    if which.size:
+        used = device.upload(counts)
+        rows(problem, whole.heads[places], device.upload(which), used=used, place=whole.out)
 
 
 def _rectangles(whole, shape, members, low, keep):
@@ -138,26 +160,37 @@ def _rectangles(whole, shape, members, low, keep):
             done = np.zeros(len(some), bool)
             if ranks:
                 hold = keep and (lambda part, found=found: found.append(part.over(whole.problem.device.hold)))
-                done = _low_rank(whole, parts, own, ranks, hold)
+                done = _low_rank(whole, parts, own, ranks, hold, shape[4])
             _exact_parts(whole, parts, np.flatnonzero(~done))
         kept.append((shape, some, done, found))
     return kept
 
 
-def _low_rank(whole, parts, options, ranks, keep):
-    """The rectangles by low rank, merged; says of which this is so."""
+def _low_rank(whole, parts, options, ranks, keep, alone):
+    """The rectangles by low rank, merged; says of which this is so. One that is `alone` is all of its head's output."""
     part, heads, clock = parts.problem, np.arange(len(parts.place)), whole.clock
     device, (n, _, _, e) = part.device, part.shape
     out = device.empty((len(heads), n, e), part.element)
     beside = Beside(*(device.zeros((len(heads), n), part.element) for _ in range(2)))
-    results = low_rank(part, heads, options, ranks, part_ranges(part), out, clock, keep, beside)
+    own = whole.heads[parts.place[:, 0]]
+    ranges = part_ranges(part, whole.ranges.slip[own], whole.ranges.half_unit) if alone else part_ranges(part)
+    results = low_rank(part, heads, options, ranks, ranges, out, clock, keep, beside, alone)
     done = np.array([result.method == "pda" for result in results])
     with clock.stage("merge"):
         _merge(whole, parts, heads, out, *beside, done)
     for places, result in zip(parts.place, results, strict=True):
         for place in places:
             _add(whole.results[place], result, len(places))
+            if alone and result.method == "pda":
+                _state(whole.results[place], result)
+                whole.judged[place] = True
     return done
+
+
+def _state(total, part):
+    """The error statement of a rectangle, which is that of its head."""
+    for name in ("error", "error_limit", "row_error", "row_share", "reason"):
+        setattr(total, name, getattr(part, name))
 
 
 def _exact_parts(whole, parts, which):
@@ -218,10 +251,10 @@ def _exact_rows(whole, found):
 # --- the statement ---
 
 
-def _certify(whole, ranges, judge):
+def _certify(whole, judge):
     """The merged output's certificate; heads that do not keep `tol` are computed exactly."""
-    problem, heads, options, results = whole.problem, whole.heads, whole.options, whole.results
-    low = np.flatnonzero([result.method == "pda" for result in results])
+    problem, heads, options, results, ranges = whole.problem, whole.heads, whole.options, whole.results, whole.ranges
+    low = np.flatnonzero([result.method == "pda" for result in results] & ~whole.judged)
     if len(low):
         with whole.clock.stage("certify"):
             leverage = problem.device.take(whole.leverage, low)

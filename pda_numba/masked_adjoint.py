@@ -93,7 +93,7 @@ def _list_cuda(which, count, exact, quiet, parts, listed):
 class Group:
     """Rectangles of one shape that were computed together."""
 
-    shape: tuple  # queries, keys, heads that share a rectangle, whether it is a whole segment
+    shape: tuple  # of `parts.by_shape`
     members: list  # (places of these heads, rectangle)
     low: np.ndarray  # which of them are of low rank
     parts: list  # `residuals.LowRank`, with their places as heads

@@ -28,6 +28,11 @@ class Layout:
     low: list  # rectangles
     rest: list
 
+    @property
+    def alone(self):
+        """Is one rectangle of low rank all there is?"""
+        return len(self.low) == 1 and self.low[0].whole and not self.rest
+
 
 def layouts(problem, heads, mask, options):
     """The `Layout`s of a problem with spans (`masked.seen_problem`)."""
@@ -52,11 +57,11 @@ def layouts(problem, heads, mask, options):
 
 
 def by_shape(found, which):
-    """{(queries, keys, heads of a group, whole): [(places, rectangle), ...]} of the rectangles "low" or "rest"."""
+    """{(queries, keys, heads of a group, whole, alone): [(places, rectangle), ...]} of "low" or "rest"."""
     members: dict = {}
     for layout in found:
         for rectangle in getattr(layout, which):
-            shape = rectangle.queries, rectangle.keys, layout.groups.shape[1], rectangle.whole
+            shape = rectangle.queries, rectangle.keys, layout.groups.shape[1], rectangle.whole, layout.alone
             members.setdefault(shape, []).extend((tuple(places), rectangle) for places in layout.groups.tolist())
     return {shape: sorted(own) for shape, own in members.items()}
 
@@ -83,7 +88,7 @@ class Parts:
 
 def blocks(problem, heads, members, shape):
     """The `Parts` of rectangles [(places of a group's heads, rectangle), ...] of one `shape`."""
-    queries, keys, group, alone = shape
+    queries, keys, group, whole, _ = shape
     place = np.array([places for places, _ in members]).reshape(-1, group)
     query, key = (np.array([getattr(r, name) for _, r in members]) for name in ("query", "key"))
     own = heads[place]
@@ -99,7 +104,7 @@ def blocks(problem, heads, members, shape):
         cut = [_copied(problem, x, key_head, key, keys) for x in (problem.k, problem.v)]
     (k, key_head, from_k), (v, _, from_v) = cut
     seed = (problem.seed + queries * _SEED_STEP) % 2**63
-    rest = {"seed": seed, "spans": None, "pattern": None, "merged": not alone}
+    rest = {"seed": seed, "spans": None, "pattern": None, "merged": not whole}
     part = dataclasses.replace(problem, q=q, k=k, v=v, query_head=query_head, key_head=key_head, **rest)
     return Parts(part, place, query, {"q": from_q, "k": from_k, "v": from_v})
 
@@ -120,15 +125,15 @@ def _copied(problem, source, head, first, size):
     return problem.device.cut(source, pairs[:, 0], pairs[:, 1], size), which.reshape(-1), (pairs[:, 0], pairs[:, 1])
 
 
-def part_ranges(part):
-    """Of the values of the rectangles' own keys. What rounding may cost is judged on the merged output."""
+def part_ranges(part, slip=None, half_unit=0.0):
+    """Of the values of the rectangles' own keys; what rounding costs, unless given, is judged on the merged output."""
     device, first, last = part.device, part.key_head.min(), part.key_head.max() + 1
     report = device.empty((last - first, 3), np.float64)
     found = scan_array(device, part.element, part.v[first:last], 0, report)[:2]
     low, high = (device.empty((part.v.shape[0], part.v.shape[2]), part.element) for _ in range(2))
     for own, every in zip(found, (low, high), strict=True):  # of the blocks between, which other rectangles may have
         device.put(own, np.arange(last - first), np.arange(first, last), every)
-    return Ranges(low, high, np.zeros(len(part.query_head)), 0.0)
+    return Ranges(low, high, np.zeros(len(part.query_head)) if slip is None else slip, half_unit)
 
 
 def gradient_blocks(seen, parts, array, name):
