@@ -26,6 +26,7 @@ EXACT = "pda_numba.rows:_ROWS_CUDA[float32]", "for j in range(first"
 APPLY = "pda_numba.apply_tiles:_APPLY_CUDA[float32]", "for j in range(0, rank"
 OTHERS = (
     ("pda_numba.apply_tiles:_APPLY_CUDA[float32]", "for j in range(first_near"),
+    ("pda_numba.content:_ATTEND_CUDA[float32]", "for i in range(own"),
     *(
         (f"pda_numba.products:_{name}_CUDA[float32]", "for j in range(0, count")
         for name in ("WEIGHTS", "NEAREST", "SQUARES")

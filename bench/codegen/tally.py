@@ -177,7 +177,14 @@ def _add(result, program, loop, times, geometry, source):
         result.inner_slots += times * len(own)
         result.inner_products += times * sum(i.opcode in sass.MULTIPLY_ADD for i in own)
     for inner in _taken(loop.inner, source):
+        if _over_probes(inner, source):
+            continue
         _add(result, program, inner, times * _trips(inner, geometry, source), geometry, source)
+
+
+def _over_probes(loop, source):
+    """Is it over a query's probes? There are none beside a window alone."""
+    return "covered(" in source.calls.get(source.line(loop), "")
 
 
 def _taken(loops, source):
