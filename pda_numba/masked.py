@@ -189,7 +189,7 @@ def _low_rank(whole, parts, options, ranks, keep, alone):
 
 def _state(total, part):
     """The error statement of a rectangle, which is that of its head."""
-    for name in ("error", "error_limit", "row_error", "row_share", "reason"):
+    for name in ("error", "error_limit", "row_error", "row_share", "rows", "reason"):
         setattr(total, name, getattr(part, name))
 
 
@@ -293,6 +293,7 @@ def _account(whole, layout):
     for p in layout.groups.reshape(-1):
         result = whole.results[p]
         exact = result.method == "exact"
-        result.rows = n if exact else n - int(in_rectangle.sum()) + int(in_rectangle[pattern.exact_rows].sum())
+        around = n - int(in_rectangle.sum()) + int(in_rectangle[pattern.exact_rows].sum())
+        result.rows = n if exact else min(n, around + (result.rows if whole.judged[p] else 0))
         result.empty_rows = empty
         result.flops += 2.0 * (every if exact else width) * (d + e)

@@ -249,6 +249,20 @@ def test_heads_alone_or_together_keep_their_limits():
         assert naive.relative(together[b, h], alone) <= 2 * info.error_limit[b, h]
 
 
+def test_a_padded_sequence_is_certified_like_one_alone():
+    """Its own held-out rows say what it is off by, not those of a merged output; and they are exact."""
+    lengths = np.array([2000, 900])
+    q, k, v = (np.stack([x, x])[:, None] for x in problems.make("decaying", 2000, d=16, e=8, seed=3))
+    padded = attention(q, k, v, query_lengths=lengths, key_lengths=lengths, return_info=True, near="none", **PDA)
+    for b, length in enumerate(lengths):
+        true = naive.attention(*(x[b, 0, :length] for x in (q, k, v)))
+        assert naive.relative(padded[0][b, 0, :length], true) <= padded[1].error_limit[b, 0]
+        alone = attention(*(x[b, 0, :length] for x in (q, k, v)), return_info=True, near="none", **PDA)[1]
+        own = padded[1].rows[b, 0] - (2000 - length)  # rows of padding are exact too
+        # As many rows for the fit and for the certificate; doubtful ones, at most `rank`, depend on the draws.
+        assert abs(int(own) - int(alone.rows)) <= PDA["rank"] + 2
+
+
 def test_the_error_of_any_output_under_a_mask(make):
     options, seen = make(700, 800, 2)
     if "exact_rows" in options:
