@@ -34,6 +34,7 @@ EXEMPT = {
     ("devices", "60 %"): "a limit that tests/test_compile_cuda.py holds the drivers to",
     ("error_statement", "97.7 %"): "0.05^(1/128), the definition of the share",
     ("errors", "7.0"): "a compute capability",
+    ("devices", "7.0"): "a compute capability",
     ("errors", "0.01"): "the default of tol",
     ("errors", "48 MiB"): "a setting of pda_numba.plan",
     ("gallery", "80 %"): "asserted by tests/test_gallery.py",
