@@ -31,7 +31,6 @@ EXEMPT = {
     ("choosing", "1.1"): "a setting of pda_numba.trial",
     ("command_line", "0.3"): "a setting of pda_numba.plan",
     ("device_arrays", "32 MiB"): "a setting of pda_numba._streamed",
-    ("devices", "60 %"): "a limit that tests/test_compile_cuda.py holds the drivers to",
     ("error_statement", "97.7 %"): "0.05^(1/128), the definition of the share",
     ("errors", "7.0"): "a compute capability",
     ("devices", "7.0"): "a compute capability",
