@@ -14,7 +14,7 @@ class Attend:
     Names of the latter kind are those that `options_of` knows. `always` are options for all of them.
     """
 
-    def __init__(self, method, own, **always):
+    def __init__(self, method, own, /, **always):
         self.method, self.own, self.always = method, own.get(method), always
         self.seconds, self.cpu_seconds, self.infos = [], [], []
 
