@@ -66,21 +66,20 @@ def test_sample_keeps_heads(rng):
 def test_choice_of_the_trial(rng):
     device, count = Cuda(), len(trial.TEMPERATURES)
     loo, fields = rng.random((3 * count, 3)), np.array([[-1, 0], [32, 0], [-1, 8]])
-    costs, allowed = np.array([1, 1.1, 1.3]), np.array([1, 1, 0])
+    costs = np.array([1, 1.1, 1.3])
     loo[count : 2 * count] = 0.5  # of equal ones the first
     found = np.array([0, 7, 500])
     for order in ORDERS:
         chosen, ranks, slope = ([device.zeros((3,), t) for _ in range(k)] for t, k in ((int, 4), (int, 2), (float, 1)))
-        temperature = device.zeros((3,), float)
+        temperature, least = (device.zeros((3,), float) for _ in range(2))
         up = device.upload
         with order():
-            given = up(loo), up(fields), up(costs), up(allowed)
-            device.run(None, trial._choose_trial_cuda, (1,), *given, *chosen, temperature)
+            given = up(loo), up(fields), up(costs)
+            device.run(None, trial._choose_trial_cuda, (1,), *given, *chosen, temperature, least)
             device.run(None, trial._halve_cuda, (1,), up(found), *ranks)
             device.run(None, solve._fall_cuda, (1,), up(loo[:3].copy()), up(loo[3:6].copy()), *slope)
-        judged = (loo * costs).reshape(3, count, 3)
-        judged[2, :, 2] = np.inf  # not allowed to
-        judged = judged.reshape(3, -1).argmin(axis=1)
+        judged = (loo * costs).reshape(3, -1).argmin(axis=1)
+        np.testing.assert_array_equal(host(least), (loo * costs).reshape(3, -1).min(axis=1))
         tile, table, window, probes = map(host, chosen)
         np.testing.assert_array_equal(tile, np.arange(3) * count + judged // 3)
         np.testing.assert_array_equal(table, tile * 3 + judged % 3)
