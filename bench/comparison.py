@@ -33,8 +33,8 @@ def low_rank(q, k, v, scale, rank, **choices):
 
 
 def exact(q, k, v, scale):
-    q, k, v = (torch.from_numpy(x)[None] for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)[0].numpy()
+    q, k, v = (torch.from_numpy(x)[None, None] for x in (q, k, v))  # with fewer axes torch makes the whole matrix
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)[0, 0].numpy()
 
 
 def masked(a, seen, v):
