@@ -15,7 +15,7 @@ from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .apply_tiles import apply_on_gpu
-from .content import begin_sums, nothing
+from .content import nothing
 from .core_places import LEVERAGE_COLUMNS
 from .kernels.panel import (
     TILE,
@@ -108,6 +108,15 @@ def _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums):
 
 
 @shared
+def _begin_sums(out, lse, row, x, values, top, total, sums):
+    """Lane x begins with what is known of a query: its output and lse over some of the keys."""
+    if lse[row] > top[x]:
+        top[x], total[x] = lse[row], 1
+        for e in range(values):
+            sums[e, x] = out[row, e]
+
+
+@shared
 def _apply_range(
     q,
     k,
@@ -153,7 +162,7 @@ def _apply_range(
         for x in range(count):
             pack_query(queries, x, q, row + x, factor)
             if used:
-                begin_sums(near_out, near_lse, row + x, x, values, top, total, sums)
+                _begin_sums(near_out, near_lse, row + x, x, values, top, total, sums)
                 sums[values, x] = total[x]
         if window >= 0:
             band = row, count, window, bucket, heavy, probes, used, values

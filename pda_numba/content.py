@@ -65,15 +65,6 @@ def _put_back(sorted_out, sorted_lse, order, i, out, lse):
             lse[row] = sorted_lse[i]
 
 
-@shared
-def begin_sums(out, lse, row, x, values, top, total, sums):
-    """Lane x begins with what is known of a query: its output and lse over some of the keys."""
-    if lse[row] > top[x]:
-        top[x], total[x] = lse[row], 1
-        for e in range(values):
-            sums[e, x] = out[row, e]
-
-
 # --- drivers ---
 
 
