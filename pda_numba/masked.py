@@ -110,6 +110,15 @@ def compact_pairs(problem, heads, mask):
 # --- the parts ---
 
 
+def _lists(own):
+    """Lists of rows as one array (lists, the longest's length), and how long they are."""
+    counts = np.array([len(rows) for rows in own], np.int64)
+    which = np.zeros((len(own), counts.max(initial=0)), np.int64)
+    for row, listed in zip(which, own, strict=True):
+        row[: len(listed)] = listed
+    return which, counts
+
+
 def _exact_leaves(whole, found):
     """Every query's leaf, and the rectangles that border on it and are exact; fills output and lse."""
     problem, heads = whole.problem, whole.heads
@@ -134,9 +143,7 @@ def _nothing_yet(whole, problem, alone):
     lowest = device.upload(np.full((1, n), -np.inf, problem.element))
     device.put(lowest, np.zeros(len(alone), int), places, whole.lse)
     around = [np.r_[: r.query, r.query + r.queries : n] for r in alone.values()]
-    which, counts = np.zeros((len(alone), max(map(len, around))), np.int64), np.array([len(own) for own in around])
-    for i, own in enumerate(around):
-        which[i, : len(own)] = own
+    which, counts = _lists(around)
     if which.size:
         used = device.upload(counts)
         rows(problem, whole.heads[places], device.upload(which), used=used, place=whole.out)
@@ -228,16 +235,11 @@ def _add(total, part, group):
 def _exact_rows(whole, found):
     """The rows that are exact whatever the rest is; returns them, how many they are, and their outputs."""
     problem, device, count = whole.problem, whole.problem.device, len(whole.heads)
-    lists = [(layout.groups, layout.pattern.exact_rows) for layout in found]
-    low = [p for p in range(count) if whole.results[p].method == "pda"]
-    longest = max((len(own) for places, own in lists if np.isin(places, low).any()), default=0)
-    which, counts = np.zeros((count, longest), np.int64), np.zeros(count, np.int64)
-    for places, own in lists:
-        for p in np.intersect1d(places, low):
-            which[p, : len(own)], counts[p] = own, len(own)
+    wanted = {int(p): layout.pattern.exact_rows for layout in found for p in layout.groups.reshape(-1)}
+    which, counts = _lists([wanted[p] if whole.results[p].method == "pda" else () for p in range(count)])
     which, used = device.upload(which), device.upload(counts)
-    out = device.empty((count, longest, problem.shape[3]), problem.element)
-    if not longest:
+    out = device.empty((*which.shape, problem.shape[3]), problem.element)
+    if not which.size:
         return which, counts, out
     with whole.clock.stage("exact"):
         out, lse, _ = rows(problem, whole.heads, which, used=used)
