@@ -22,7 +22,6 @@ from .kernels.panel import (
     add_square,
     add_values,
     clipped,
-    covered,
     in_band,
     load_tile,
     log_sum,
@@ -48,13 +47,24 @@ def _mask_band(scores, row, key, window, keys):
 
 
 @shared
-def mask_covered(scores, row, count, key, keys, bucket, heavy, probes, used):
-    """Minus infinity for keys that are near by content already."""
+def load_probes(probes, row, count, names):
+    """names[p, x] = the p-th bucket of query row + x; none in the lanes from `count` on."""
+    for x in range(lane_count(names)):
+        for p in range(names.shape[0]):
+            names[p, x] = probes[row + x, p] if x < count else np.int32(-2)
+
+
+@shared
+def mask_covered(scores, key, keys, bucket, heavy, names, used):
+    """Minus infinity for keys that are near by content already: in the heavy keys' bucket, or in one of `names`."""
     outside = -scores.dtype.type(np.inf)
     for j in range(keys):
-        for x in range(count):
-            if covered(bucket[key + j, 0], heavy, probes[row + x], used):
-                scores[j, x] = outside
+        own = bucket[key + j, 0]
+        if own == heavy:
+            scores[j] = outside
+        for p in range(used):
+            for x in range(names.shape[1]):  # no constant: a loop of so few steps is unrolled, and then no vectors
+                scores[j, x] = outside if names[p, x] == own else scores[j, x]
 
 
 @shared
@@ -66,7 +76,7 @@ def _near_field(
     window,
     bucket,
     heavy,
-    probes,
+    names,
     used,
     values,
     queries,
@@ -86,7 +96,7 @@ def _near_field(
         multiply_keys(scores, key_tile, queries, keys)
         _mask_band(scores, row, j, window, keys)
         if used:
-            mask_covered(scores, row, count, j, keys, bucket, heavy, probes, used)
+            mask_covered(scores, j, keys, bucket, heavy, names, used)
         raise_top(top, peak, total, sums, scores, keys)
         weigh(scores, top, total, keys)
         if values:
@@ -114,6 +124,26 @@ def _begin_sums(out, lse, row, x, values, top, total, sums):
         top[x], total[x] = lse[row], 1
         for e in range(values):
             sums[e, x] = out[row, e]
+
+
+@shared
+def _normalise(sums, values, low, high, share, square):
+    """Sums to outputs, in place; what they were multiplied by, and the outputs' squared lengths."""
+    for x in range(lane_count(sums)):
+        share[x] = sums.dtype.type(1) / sums[values, x]
+        square[x] = 0
+    for e in range(values):
+        for x in range(lane_count(sums)):
+            sums[e, x] = clipped(sums[e, x] * share[x], low[e], high[e])
+            square[x] = add_square(square[x], sums[e, x])
+
+
+@shared
+def _add_leverage(sums, values, share, square):
+    square[:] = 0
+    for g in range(values + 1, values + 1 + LEVERAGE_COLUMNS):
+        for x in range(lane_count(sums)):
+            square[x] = add_square(square[x], sums[g, x] * share[x])
 
 
 @shared
@@ -150,8 +180,9 @@ def _apply_range(
     near_rows = TILE if window >= 0 else 0
     key_tile = np.empty((near_rows, q.shape[1]), element)
     value_tile = np.empty((near_rows, padded(v.shape[1])), element)
-    scores = np.empty((TILE, width), element)
+    scores, names = np.empty((TILE, width), element), np.empty((used, width), np.int32)
     top, peak, total = np.empty(width, element), np.empty(width, element), np.empty(width, element)
+    share, square = np.empty(width, element), np.empty(width, element)
     sums = np.empty((max(table.shape[1], padded(v.shape[1])), width), element)
     for panel in range(starts.shape[0]):
         row = starts[panel]
@@ -165,27 +196,25 @@ def _apply_range(
                 _begin_sums(near_out, near_lse, row + x, x, values, top, total, sums)
                 sums[values, x] = total[x]
         if window >= 0:
-            band = row, count, window, bucket, heavy, probes, used, values
+            if used:
+                load_probes(probes, row, count, names)
+            band = row, count, window, bucket, heavy, names, used, values
             _near_field(k, v, *band, queries, key_tile, value_tile, scores, top, peak, total, sums)
         if basis.shape[0]:
             multiply_keys(projected, basis, queries, coordinates)
             _far_field(landmarks, table, rank, projected[:coordinates], scores, top, peak, total, sums)
         else:
             _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums)
+        _normalise(sums, values, low, high, share, square)
         for x in range(count):
-            share = element.type(1) / sums[values, x]
             for e in range(values):
-                out[row + x, e] = clipped(sums[e, x] * share, low[e], high[e])
-            square = element.type(0)
-            for e in range(values):
-                square = add_square(square, out[row + x, e])
-            norm[panel * width + x] = square
-            square = element.type(0)
-            for g in range(LEVERAGE_COLUMNS):
-                square = add_square(square, sums[values + 1 + g, x] * share)
-            leverage[panel * width + x] = square if sums[values, x] > 0 else np.inf
+                out[row + x, e] = sums[e, x]
+            norm[panel * width + x] = square[x]
             if lse.shape[0]:
                 lse[row + x] = log_sum(top[x], sums[values, x]) if sums[values, x] > 0 else np.inf
+        _add_leverage(sums, values, share, square)
+        for x in range(count):
+            leverage[panel * width + x] = square[x] if sums[values, x] > 0 else np.inf
 
 
 # --- CPU drivers ---

@@ -23,6 +23,7 @@ import numpy as np
 from numba import prange
 
 from ._jit import cpu_kernel, shared
+from .apply import load_probes
 from .apply_adjoint_panel import drop_clipped, keep_own, normalise, score_panel, slopes, take_part, write_queries
 from .apply_adjoint_tiles import adjoint_on_gpu
 from .content import nothing
@@ -96,7 +97,7 @@ def _adjoint_range(
     sums, reduced = np.empty((padded(dim), width), element), np.empty((coordinates, width), element)
     top, total, delta = np.empty(width, element), np.empty(width, element), np.empty(width, element)
     own, beside = np.empty(width, element), np.empty(width, element)
-    alive, square = np.empty(width, np.bool_), 0.0
+    alive, names, square = np.empty(width, np.bool_), np.empty((used, width), np.int32), 0.0
     for row in range(start, stop, width):
         count, busy = min(width, stop - row), False
         for x in range(width):
@@ -115,7 +116,9 @@ def _adjoint_range(
             keys = max(min(row + count + window, k.shape[0]) - first_key, 0)
             load_tile(key_tile, k, first_key, keys)
             load_tile(value_tile, v, first_key, keys)
-        where = row, first_key, keys, window, rank, count, bucket, heavy, probes, used
+        if used:
+            load_probes(probes, row, count, names)
+        where = row, first_key, keys, window, rank, bucket, heavy, names, used
         if basis.shape[0]:
             multiply_keys(projected, basis, queries, basis.shape[0])
             first = score_panel(scores, key_tile, landmarks, queries, projected, *where)

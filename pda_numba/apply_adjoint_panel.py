@@ -13,7 +13,7 @@ from .kernels.simd import lane_count, padded
 
 @shared
 def score_panel(
-    scores, key_tile, landmarks, queries, projected, row, low, keys, window, rank, count, bucket, heavy, probes, used
+    scores, key_tile, landmarks, queries, projected, row, low, keys, window, rank, bucket, heavy, names, used
 ):
     """Scores of the band, then of the landmarks; minus infinity for what is neither. Returns where the second begin."""
     nothing, first = -scores.dtype.type(np.inf), padded(keys)
@@ -23,7 +23,7 @@ def score_panel(
             near = j < keys and in_band(row + x, low + j, window)
             scores[j, x] = scores[j, x] if near else nothing
     if used:
-        mask_covered(scores, row, count, low, keys, bucket, heavy, probes, used)
+        mask_covered(scores, low, keys, bucket, heavy, names, used)
     multiply_keys(scores[first:], landmarks, projected, rank)
     return first
 
@@ -50,7 +50,7 @@ def normalise(scores, first, rank, den, alive, beside, top, total, own):
         beside[x] = weight(beside[x], top[x])
         total[x] += beside[x]
         own[x] = log_sum(top[x], total[x]) if total[x] > 0 else scores.dtype.type(0)
-        share = 1 / total[x] if total[x] > 0 and alive[x] else scores.dtype.type(0)
+        share = scores.dtype.type(1) / total[x] if total[x] > 0 and alive[x] else scores.dtype.type(0)
         total[x] = share if share < np.inf else scores.dtype.type(0)
         beside[x] *= total[x]
     for j in range(first + rank):

@@ -22,7 +22,7 @@ from .kernels.panel import add_square
 from .kernels.scalar import widen
 from .kernels.team import member, members, part, sum_before, team_sum
 from .landmarks import first_largest
-from .probe import nothing_found, probe
+from .probe import by_neighbourhood, nothing_found, probe
 from .tree import Level, log_sizes, most_nodes, move_centres, plan_parts, room_for, split, targets_of
 
 _LARGEST = 1.5  # no bucket holds more than this multiple of the size
@@ -281,12 +281,12 @@ def probes(problem, x, place, buckets, count):
     nodes, best = 1, 0
     for level in above:
         best = int(level is above[-1])  # where the singles' node is the first of the beam
-        order = list_groups(device, beam, 0, nodes, unit=1).entries
+        order = by_neighbourhood(device, beam, nodes)
         scores, found = nothing_found(device, element, heads, n, _BEAM + best, [singles] * best)
         where = level.ranges, level.centres, level.bias
         probe(device, x, place, problem.factor, order, beam, *where, scores, found)
         beam, nodes = found, level.bias.shape[1]
-    order = list_groups(device, beam, best, nodes, unit=1).entries
+    order = by_neighbourhood(device, beam, nodes + best)
     scores, found = nothing_found(device, element, heads, n, count)
     where = last.ranges, last.centres, last.bias
     probe(device, x, place, problem.factor, order, beam, *where, scores, found)

@@ -16,11 +16,11 @@ from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .buckets import Buckets, build, probes
 from .grouping import RUN, list_groups
 from .kernels import tile
-from .kernels.block import TILE_STRIDE, attend_rows
+from .kernels.block import ROOM, TILE_STRIDE, attend_rows
 from .kernels.panel import TILE, larger, log_sum, weight
 from .kernels.prefetch import prefetch
 from .kernels.scalar import widen
-from .kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, lane_count, padded
+from .kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, padded
 from .kernels.team import barrier, member, members
 
 _TOGETHER = 8  # runs that share their scratch
@@ -138,14 +138,14 @@ def _attend_cpu(x, place, k, v, entries, owner, used, start, counts, turn, facto
         h, block = item // blocks, item % blocks
         tile = np.empty((k.shape[2], TILE_STRIDE), element)
         queries, sums = np.zeros((NARROW_ROWS, k.shape[2]), element), np.empty((NARROW_ROWS, columns), element)
-        scores = np.empty((NARROW_ROWS, TILE // lane_count(k), lane_count(k)), element)
-        tops, lanes = np.empty(NARROW_ROWS, element), np.empty((NARROW_ROWS, lane_count(k)), element)
-        room, more = (tile, queries, scores, sums, tops, lanes), start[h, heavy + 1] - start[h, heavy]
+        scores, state = np.empty((NARROW_ROWS, TILE), element), np.zeros((4, ROOM), element)
+        room = tile, queries, scores, sums, (state[0], state[1], state[2], state[3])
+        more = start[h, heavy + 1] - start[h, heavy]
         for r in range(block * _TOGETHER, min(runs, (block + 1) * _TOGETHER) if turn < counts[h] else 0):
             begin, end = start[h, owner[h, r]], start[h, owner[h, r] + 1]
             near = begin, end, start[h, heavy], more if turn == 0 else 0
             fresh = r == block * _TOGETHER or owner[h, r] != owner[h, r - 1]
-            task = x[place[h]], entries[h, r * RUN : (r + 1) * RUN], used[h, r], factor, k[h], v[h], near, fresh
+            task = x[place[h]], entries[h, r * RUN : (r + 2) * RUN], used[h, r], factor, k[h], v[h], near, fresh
             attend_rows(*task, *room, out[h], lse[h])
 
 

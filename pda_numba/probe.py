@@ -2,9 +2,10 @@
 
     score_ic = factor x_i . c + bias_c          over the centres of the nodes in the row's beam, a range for each node
 
-Rows that look at the same centres should be neighbours in the order in which they are worked on: those of a panel, or
-of a block, are all compared with the centres of every node that one of them looks at, as one dense product, and keep
-what is theirs. What a row has found is kept beside it, best first, so that more centres can be looked through later.
+Rows that look at the same centres should be neighbours in the order in which they are worked on (`by_neighbourhood`):
+those of a panel, or of a block, are all compared with the centres of every node that one of them looks at, as one dense
+product, and keep what is theirs. What a row has found is kept beside it, best first, so that more centres can be looked
+through later.
 """
 
 import numpy as np
@@ -12,20 +13,34 @@ from numba import prange
 
 from . import draw
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
-from .grouping import RUN
+from .grouping import RUN, list_groups
 from .kernels import tile
 from .kernels.best import keep_best
 from .kernels.panel import TILE, multiply_keys, pack_query
 from .kernels.prefetch import prefetch
 from .kernels.simd import lane_count
-from .kernels.team import barrier
+from .kernels.team import barrier, member, members
 
 MOST = 16  # centres that a row can keep
 BEAM = 8  # nodes in a row's beam at most
 _AHEAD = 16  # rows that are asked for before they are needed, on the CPU
 _NO_NODE = np.iinfo(np.int32).max
+_ONE, _MIX, _HIGH = np.uint64(1), np.uint64(0x9E3779B97F4A7C15), np.uint64(20)  # of a multiplicative hash
+_SHADES = 256  # sets of nodes that are told apart among those with the same least node
 
 # --- bodies ---
+
+
+@shared
+def _neighbourhood(beam, row, shades):
+    """A number that rows which look at the same nodes have in common: the least node, and a hash of all."""
+    least, mixed = beam[row, 0], np.uint64(0)
+    for s in range(beam.shape[1]):
+        node = beam[row, s]
+        if node >= 0:
+            least = min(least, node) if least >= 0 else node
+            mixed += (np.uint64(node) + _ONE) * _MIX >> _HIGH
+    return np.int32(least * shades + np.int64(mixed % np.uint64(shades))) if least >= 0 else np.int32(-1)
 
 
 @shared
@@ -70,6 +85,7 @@ def _probe_panel(
         ahead = rows[min(lane + _AHEAD, rows.shape[0] - 1)]
         if ahead >= 0:
             prefetch(x, ahead)
+            prefetch(beam, ahead)
             prefetch(scores, ahead)
             prefetch(found, ahead)
         row = rows[min(lane, count - 1)]
@@ -100,7 +116,15 @@ def _rows_of(entries):
     return count
 
 
-# --- CPU driver ---
+# --- CPU drivers ---
+
+
+@cpu_kernel
+def _neighbourhoods_cpu(beam, shades, out):
+    heads, n = beam.shape[:2]
+    for item in prange(heads * n):
+        h, i = item // n, item % n
+        out[h, i, 0] = _neighbourhood(beam[h], i, shades)
 
 
 @cpu_kernel
@@ -122,6 +146,13 @@ def _probe_cpu(x, place, entries, beam, ranges, factor, centres, bias, scores, f
 
 
 # --- CUDA drivers ---
+
+
+@cuda_kernel(64)
+def _neighbourhoods_cuda(beam, shades, out):
+    i, h = cuda.blockIdx.x * members() + member(), cuda.blockIdx.y
+    if i < beam.shape[1]:
+        out[h, i, 0] = _neighbourhood(beam[h], i, shades)
 
 
 def _probe_driver(element):
@@ -194,6 +225,18 @@ def nothing_found(device, element, heads, n, count, given=()):
     scores[0, : len(given)], found[0, : len(given)] = np.inf, given
     scores, found = (device.repeat(device.upload(x), heads * n) for x in (scores, found))
     return scores.reshape(heads, n, count), found.reshape(heads, n, count)
+
+
+def by_neighbourhood(device, beam, nodes):
+    """The rows of each head (heads, n) in an order in which those that look at the same of the `nodes` are neighbours.
+
+    Among 131,072 queries with beams of 7, panels of 32 then look at 1.25 times the centres of a single row, instead of
+    2.2 times in the order of the best node.
+    """
+    heads, n, _ = beam.shape
+    shades, group = max(1, min(_SHADES, n // nodes)), device.empty((heads, n, 1), np.int32)
+    device.run(_neighbourhoods_cpu, _neighbourhoods_cuda, (-(-n // 64), heads), beam, shades, group)
+    return list_groups(device, group, 0, nodes * shades, unit=1).entries
 
 
 def probe(device, x, place, factor, entries, beam, ranges, centres, bias, scores, found):

@@ -108,7 +108,7 @@ def _attend(q, k, v, which, h, first, count, start, stop, factor, spans, place, 
         p, x = i // width, i % width
         some = total[p, x] > 0 or total[p, x] != total[p, x]
         lse[first + i] = log_sum(top[p, x], total[p, x]) if some else -np.inf
-        share = 1 / total[p, x] if some else element.type(0)
+        share = element.type(1) / total[p, x] if some else element.type(0)
         row = _chosen(which, h, first + i) if place else first + i
         for e in range(v.shape[1]):
             out[row, e] = sums[p, e, x] * share

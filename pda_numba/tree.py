@@ -24,7 +24,7 @@ from .kernels.team import barrier, member, members, part, sum_before
 from .probe import nothing_found, probe
 
 _STEPS, _THIN = 1, 4  # steps, each with one in so many keys
-_ENOUGH = 64  # keys of a centre that are sampled at least: with fewer, keys that are alone find no centre of their own
+_ENOUGH = 16  # keys of a centre that are sampled at least: with fewer, keys that are alone find no centre of their own
 _ROOT = 3  # times the even fan-out is the root's
 _FLAT, _TWO, _THREE = 256, 2**13, 2**19  # most buckets under one, two and three levels of centres
 _AHEAD = 8  # keys that are asked for before they are needed, on the CPU

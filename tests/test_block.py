@@ -5,21 +5,21 @@ import numpy as np
 import pytest
 from numba import njit
 
-from pda_numba.kernels.block import TILE_STRIDE, attend_rows
+from pda_numba.kernels.block import ROOM, TILE_STRIDE, attend_rows
 from pda_numba.kernels.panel import TILE
-from pda_numba.kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, lane_count, padded
+from pda_numba.kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, padded
 
 
 @njit
 def attend(x, rows, used, k, v, near, out, lse):
     """To the keys of `near`; scratch is poisoned."""
-    element, width = k.dtype, lane_count(k)
+    element = k.dtype
     tile = np.full((k.shape[1], TILE_STRIDE), np.nan, element)
     queries = np.zeros((NARROW_ROWS, k.shape[1]), element)
-    scores = np.full((NARROW_ROWS, TILE // width, width), np.nan, element)
+    scores = np.full((NARROW_ROWS, TILE), np.nan, element)
     sums = np.full((NARROW_ROWS, padded(out.shape[1], half_lanes(k))), np.nan, element)
-    tops, lanes = np.full(NARROW_ROWS, np.nan, element), np.full((NARROW_ROWS, width), np.nan, element)
-    room = tile, queries, scores, sums, tops, lanes
+    state = np.zeros((4, ROOM), element)
+    room = tile, queries, scores, sums, (state[0], state[1], state[2], state[3])
     attend_rows(x, rows, used, element.type(1), k, v, near, True, *room, out, lse)
 
 

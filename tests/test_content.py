@@ -8,8 +8,9 @@ import pytest
 from problems import flat, heads, make
 
 import pda_numba
-from pda_numba import NearField, attention, content, tree
+from pda_numba import NearField, attention, content, probe, tree
 from pda_numba.data import real_heads
+from pda_numba.device import CPU
 from pda_numba.options import Fields
 
 
@@ -92,6 +93,21 @@ def far_key(n=2000):
     q, k, v = make("decaying", n, seed=4)
     k[1234] += 9.0
     return q, k, v
+
+
+def test_rows_with_the_same_beam_are_neighbours():
+    rng = np.random.default_rng(0)
+    kinds = np.array([rng.choice(40, 5, replace=False) for _ in range(30)])
+    kinds[:, 4] = np.where(np.arange(30) % 3, kinds[:, 4], -1)  # a beam need not be full
+    kinds[29] = -1
+    which = rng.integers(30, size=(2, 6000))
+    beam = rng.permuted(kinds[which], axis=2).astype(np.int32)
+    order = probe.by_neighbourhood(CPU, beam, 40)
+    for h in range(2):
+        rows = order[h][order[h] >= 0]
+        assert sorted(rows) == list(np.flatnonzero(which[h] != 29))  # who looks at nothing is in no list
+        # 28 for 29 kinds; two kinds in one group, which a hash cannot exclude, take turns some two hundred times
+        assert np.count_nonzero(np.diff(which[h][rows])) <= 28 + 2 * 200
 
 
 def test_a_key_that_is_far_from_all_others_is_a_bucket_of_its_own():

@@ -4,6 +4,7 @@ import numba
 import numpy as np
 import pytest
 
+from pda_numba.kernels.fold import largest_of, sum_of
 from pda_numba.kernels.simd import ROW_PADDING, ROWS, VECTOR_BYTES, dot, lane_count, lanes, multiply_block, padded
 
 
@@ -97,3 +98,23 @@ def test_nan_and_infinity_pass_through():
     assert np.isnan(c[:, 0]).all()
     assert np.isposinf(c[:, 1]).all()
     assert (c[:, 2:] == 2).all()
+
+
+@numba.njit
+def _folded(panel, row, columns):
+    return largest_of(panel, row, columns), sum_of(panel, row, columns)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_row_is_folded(dtype):
+    rng = np.random.default_rng(0)
+    width = lanes(dtype) // 2
+    panel = rng.normal(size=(3, 5 * width)).astype(dtype)
+    for columns in (width, 2 * width, 3 * width, 5 * width):
+        some = panel[1, :columns]
+        largest, total = _folded(panel, 1, columns)
+        assert largest == some.max()
+        # each number takes part in at most so many additions
+        assert abs(total - some.sum(dtype=np.float64)) <= 2 * width * np.finfo(dtype).eps * np.abs(some).sum()
+    panel[1, 3] = -np.inf
+    assert _folded(panel, 1, width)[0] == panel[1, :width].max()

@@ -11,11 +11,14 @@ output and its lse. While a block of queries is worked on, the rows of the next 
 import numpy as np
 
 from .._jit import shared
+from ..grouping import RUN
+from .fold import largest_of, sum_of
 from .panel import TILE, larger, log_sum, weight
 from .prefetch import prefetch
 from .scalar import widen
-from .simd import NARROW_ROWS, half_lanes, lane_count, multiply_narrow
+from .simd import NARROW_ROWS, half_lanes, multiply_narrow, padded
 
+ROOM = 32  # rows in the vectors of a block's state, though it has fewer: loops of 16 and less are not made vectors of
 TILE_STRIDE = TILE + 16  # no power of two: the rows of a tile would all be in the same few lines of the cache
 
 
@@ -28,135 +31,106 @@ def _load_keys(k, begin, stop, at, tile):
 
 
 @shared
-def _ask_for(x, rows, used, first, out, lse):
-    """The rows of the block that begins at `first`."""
-    for i in range(first, min(first + NARROW_ROWS, used)):
-        prefetch(x, rows[i])
-        prefetch(out, rows[i])
-        prefetch(lse, rows[i])
+def _ask_for(array, rows, first, part, parts):
+    """One of so many parts of the rows of the block that begins at `first`: at once they would have to queue."""
+    for i in range(first + part * NARROW_ROWS // parts, first + (part + 1) * NARROW_ROWS // parts):
+        if i < rows.shape[0] and rows[i] >= 0:
+            prefetch(array, rows[i])
 
 
 @shared
-def _raise_peaks(scores, panels, lanes):
-    """lanes[r, x] = the largest of row r's scores in the columns x of the panels."""
+def _weigh_block(scores, columns, tops, totals):
+    """Scores to weights 2^(s - max s), in place; the rows' maxima and sums."""
     for r in range(NARROW_ROWS):
-        for x in range(lane_count(lanes)):
-            lanes[r, x] = scores[r, 0, x]
-        for p in range(1, panels):
-            for x in range(lane_count(lanes)):
-                lanes[r, x] = larger(lanes[r, x], scores[r, p, x])
+        tops[r] = largest_of(scores, r, columns)
+    for r in range(NARROW_ROWS):
+        top = tops[r]
+        for x in range(columns):
+            scores[r, x] = weight(scores[r, x], top)
+    for r in range(NARROW_ROWS):
+        totals[r] = sum_of(scores, r, columns)
 
 
 @shared
-def _weigh_block(scores, panels, tops, lanes):
-    """Scores to weights 2^(s - top), in place; lanes[r, x] = the sum of row r's in the columns x of the panels."""
-    lanes[:] = 0
-    for p in range(panels):
-        for r in range(0, NARROW_ROWS, 4):  # four at a time: none of them waits for another
-            first, second, third, fourth = tops[r], tops[r + 1], tops[r + 2], tops[r + 3]
-            for x in range(lane_count(lanes)):
-                a = weight(scores[r, p, x], first)
-                b = weight(scores[r + 1, p, x], second)
-                c = weight(scores[r + 2, p, x], third)
-                d = weight(scores[r + 3, p, x], fourth)
-                scores[r, p, x], scores[r + 1, p, x], scores[r + 2, p, x], scores[r + 3, p, x] = a, b, c, d
-                lanes[r, x] += a
-                lanes[r + 1, x] += b
-                lanes[r + 2, x] += c
-                lanes[r + 3, x] += d
+def _share(tops, totals, before, now):
+    """What rows have seen and what they see now, as shares of both; `tops` and `totals` become those of both.
+
+    `before` comes as the lse of what was seen. All rows at once: each step of one row waits for the step before.
+    """
+    one = tops.dtype.type(1)  # 1 alone would make this a loop of doubles
+    for r in range(ROOM):
+        peak = larger(tops[r], before[r])
+        old, new = weight(before[r], peak), weight(tops[r], peak)
+        whole = old + totals[r] * new
+        before[r], now[r] = old * (one / whole), new * (one / whole)
+        tops[r], totals[r] = peak, whole
 
 
 @shared
-def _largest(lanes, r):
-    """The largest of a row, which is overwritten."""
-    half = lane_count(lanes) // 2
-    while half > 0:
-        for x in range(half):
-            lanes[r, x] = larger(lanes[r, x], lanes[r, x + half])
-        half //= 2
-    return lanes[r, 0]
-
-
-@shared
-def _sum(lanes, r):
-    """The sum of a row in a fixed order; it is overwritten."""
-    half = lane_count(lanes) // 2
-    while half > 0:
-        for x in range(half):
-            lanes[r, x] += lanes[r, x + half]
-        half //= 2
-    return lanes[r, 0]
-
-
-@shared
-def _go_on(sums, r, top, total, out, lse, row):
+def _go_on(sums, r, before, now, out, row):
     """What row r of a block has found beside what the query has seen already."""
-    peak = larger(top, lse[row])
-    before, now = weight(lse[row], peak), weight(top, peak)
-    whole = before + total * now
-    share = 1 / whole
-    before, now = before * share, now * share
     for e in range(out.shape[1]):
         out[row, e] = out[row, e] * before + sums[r, e] * now
-    lse[row] = log_sum(peak, whole)
 
 
 @shared
-def _load_queries(x, rows, first, count, factor, queries):
+def _load_queries(x, rows, first, count, factor, lse, queries, seen):
     for r in range(count):
         row = rows[first + r]
+        seen[r] = lse[row]
         for d in range(x.shape[1]):
             queries[r, d] = widen(x[row, d]) * factor
 
 
 @shared
-def _score_block(tile, count, queries, scores):
-    """Scores of a block of queries with the tile's keys; minus infinity up to whole panels."""
-    stride, depth = scores.shape[1] * scores.shape[2], queries.shape[1]
-    panels = (count + lane_count(tile) - 1) // lane_count(tile)
-    for j in range(0, count, half_lanes(tile)):
-        multiply_narrow(scores, j, stride, queries, 0, depth, 1, tile, j, TILE_STRIDE, depth, False)
+def _score_block(tile, count, queries, x, rows, following, scores):
+    """Scores of a block of queries with the tile's keys; minus infinity up to whole vectors. How many columns."""
+    depth, width = queries.shape[1], half_lanes(tile)
+    columns = padded(count, width)
+    for j in range(0, columns, width):
+        _ask_for(x, rows, following, j // width, columns // width)
+        multiply_narrow(scores, j, TILE, queries, 0, depth, 1, tile, j, TILE_STRIDE, depth, False)
     for r in range(NARROW_ROWS):
-        for x in range(count - (panels - 1) * lane_count(tile), lane_count(tile)):
-            scores[r, panels - 1, x] = -np.inf
-    return panels
+        for j in range(count, columns):
+            scores[r, j] = -np.inf
+    return columns
 
 
 @shared
-def _add_values(scores, first, v, begin, count, sums, accumulate):
-    """sums (+)= W V over the values begin .. begin + count, whose weights begin in column `first`."""
-    stride, columns = scores.shape[1] * scores.shape[2], sums.shape[1]
-    for e in range(0, columns, half_lanes(sums)):
-        place = begin * v.shape[1] + e
-        multiply_narrow(sums, e, columns, scores, first, stride, 1, v, place, v.shape[1], count, accumulate)
+def _add_values(scores, v, begin, own, more, rest, out, rows, following, sums):
+    """sums = W V over the `own` values from `begin` on and the `rest` from `more` on."""
+    stride, columns, width = v.shape[1], sums.shape[1], half_lanes(sums)
+    for e in range(0, columns, width):
+        _ask_for(out, rows, following, e // width, columns // width)
+        multiply_narrow(sums, e, columns, scores, 0, TILE, 1, v, begin * stride + e, stride, own, False)
+        if rest > 0:
+            multiply_narrow(sums, e, columns, scores, own, TILE, 1, v, more * stride + e, stride, rest, True)
 
 
 @shared
-def _attend_tile(x, rows, used, factor, v, begin, own, more, rest, tile, queries, scores, sums, tops, lanes, out, lse):
+def _attend_tile(x, rows, used, factor, v, begin, own, more, rest, tile, queries, scores, sums, state, out, lse):
     """To the `own` keys from `begin` on and the `rest` from `more` on, which are the tile's columns in this order."""
-    _ask_for(x, rows, used, 0, out, lse)
+    tops, totals, before, now = state
     for first in range(0, used, NARROW_ROWS):
         count = min(NARROW_ROWS, used - first)
-        _ask_for(x, rows, used, first + NARROW_ROWS, out, lse)
-        _load_queries(x, rows, first, count, factor, queries)
-        panels = _score_block(tile, own + rest, queries, scores)
-        _raise_peaks(scores, panels, lanes)
-        for r in range(NARROW_ROWS):
-            tops[r] = _largest(lanes, r)
-        _weigh_block(scores, panels, tops, lanes)
-        _add_values(scores, 0, v, begin, own, sums, False)
-        _add_values(scores, own, v, more, rest, sums, True)
+        following = first + NARROW_ROWS if first + NARROW_ROWS < used else RUN
+        _load_queries(x, rows, first, count, factor, lse, queries, before)
+        columns = _score_block(tile, own + rest, queries, x, rows, following, scores)
+        _weigh_block(scores, columns, tops, totals)
+        _add_values(scores, v, begin, own, more, rest, out, rows, following, sums)
+        _share(tops, totals, before, now)
         for r in range(count):
-            _go_on(sums, r, tops[r], _sum(lanes, r), out, lse, rows[first + r])
+            _go_on(sums, r, before[r], now[r], out, rows[first + r])
+            lse[rows[first + r]] = log_sum(tops[r], totals[r])
 
 
 @shared
-def attend_rows(x, rows, used, factor, k, v, near, fresh, tile, queries, scores, sums, tops, lanes, out, lse):
+def attend_rows(x, rows, used, factor, k, v, near, fresh, tile, queries, scores, sums, state, out, lse):
     """The queries x[rows[:used]] to keys: near = begin, end, more, count are begin .. end and `count` from `more` on.
 
     `tile (D, TILE_STRIDE)` keeps the keys, which are loaded if they are `fresh` or more than it holds. Scratch are
-    `queries (NARROW_ROWS, D)`, `scores (NARROW_ROWS, panels, lanes)`, `sums (NARROW_ROWS, whole vectors)`, `tops
-    (NARROW_ROWS)` and `lanes (NARROW_ROWS, lanes)`. Behind the rows of `v` are some that may be read.
+    `queries (NARROW_ROWS, D)`, `scores (NARROW_ROWS, TILE)`, `sums (NARROW_ROWS, whole vectors)`, and `state`, four
+    vectors of ROOM numbers. Behind the rows of `v` are some that may be read; behind the queries those of the next run.
     """
     begin, end, more, count = near
     own = end - begin
@@ -168,4 +142,4 @@ def attend_rows(x, rows, used, factor, k, v, near, fresh, tile, queries, scores,
             _load_keys(k, first, last, 0, tile)
             _load_keys(k, second, second + rest, last - first, tile)
         part = first, last - first, second, rest
-        _attend_tile(x, rows, used, factor, v, *part, tile, queries, scores, sums, tops, lanes, out, lse)
+        _attend_tile(x, rows, used, factor, v, *part, tile, queries, scores, sums, state, out, lse)
