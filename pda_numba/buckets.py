@@ -27,7 +27,7 @@ from .tree import Level, log_sizes, most_nodes, move_centres, plan_parts, room_f
 
 _LARGEST = 1.5  # no bucket holds more than this multiple of the size
 _BEAM = 6  # nodes of a level whose children a query looks at
-_LONELY, _FAR = 2, 1e3  # keys of a node that are singles, as far away as so many times the mean
+_LONELY, _FAR = 4, 1e3  # keys of a node that are singles, as far away as so many times the mean
 _OUTLYING = 4.0  # times the mean squared distance from the own centre makes a key a single
 _MOST_SINGLES, _SINGLE_SHARE = 4096, 64  # singles at most, and as a share of the keys
 
@@ -35,13 +35,12 @@ _MOST_SINGLES, _SINGLE_SHARE = 4096, 64  # singles at most, and as a share of th
 
 
 @shared
-def _residual(k, nearness, i):
-    """|k - c|^2 of a key whose best score is k . c - |c|^2 / 2."""
-    zero = nearness.dtype.type(0)
-    total = zero
-    for d in range(k.shape[1]):
-        total = add_square(total, widen(k[i, d]))
-    return max(total - (nearness[i, 0] + nearness[i, 0]), zero)
+def _residual(k, i, centres, c):
+    """|k - c|^2 of a key and its centre; 0 of a key without one."""
+    total = centres.dtype.type(0)
+    for d in range(k.shape[1] if c >= 0 else 0):
+        total = add_square(total, widen(k[i, d]) - centres[c, d])
+    return total
 
 
 @shared
@@ -128,11 +127,11 @@ def _settle(singles, bucket, i):
 
 
 @cpu_kernel
-def _residuals_cpu(k, place, nearness, residual):
+def _residuals_cpu(k, place, centres, label, residual):
     heads, n = residual.shape
     for item in prange(heads * n):
         h, i = item // n, item % n
-        residual[h, i] = _residual(k[place[h]], nearness[h], i)
+        residual[h, i] = _residual(k[place[h]], i, centres[h], label[h, i, 0])
 
 
 @cpu_kernel
@@ -172,10 +171,10 @@ def _settle_cpu(singles, bucket):
 
 
 @cuda_kernel(64)
-def _residuals_cuda(k, place, nearness, residual):
+def _residuals_cuda(k, place, centres, label, residual):
     i, h = cuda.blockIdx.x * members() + member(), cuda.blockIdx.y
     if i < residual.shape[1]:
-        residual[h, i] = _residual(k[place[h]], nearness[h], i)
+        residual[h, i] = _residual(k[place[h]], i, centres[h], label[h, i, 0])
 
 
 @cuda_kernel(512)
@@ -227,17 +226,19 @@ class Buckets(NamedTuple):
         return self.start.shape[1] - 2
 
 
-def build(problem, k, place, columns, pool, pool_size, near):
+def build(problem, k, place, metric, columns, pool, pool_size, near):
     """The `Buckets` of the heads' keys k[place[h]], of the sizes that `near` says (`options.Fields`).
 
+    `metric (heads, D, D)` says which keys are alike (`metric`).
     `columns (heads, pool, n)` are the attention weights of the pilot rows to the keys of the `pool (heads, pool)`.
     """
     device, m, heads = problem.device, problem.shape[1], len(pool)
-    largest = int(_LARGEST * near.size)
+    size = near.size_for(m)
+    largest = int(_LARGEST * size)
     label, bucket = (device.zeros((heads, m, 1), np.int32) for _ in range(2))
     most_singles = min(_MOST_SINGLES, m // _SINGLE_SHARE)
     above: list = []
-    targets = targets_of(m, near.size)
+    targets = targets_of(m, size)
     lowest = most_nodes(m, targets)
     first_single = lowest + m // largest
     heavy = first_single + most_singles
@@ -246,7 +247,7 @@ def build(problem, k, place, columns, pool, pool_size, near):
     device.run(_choose_heavy_cpu, _choose_heavy_cuda, (heads,), *task)
     lists = list_groups(device, label, 0, 1, unit=1)
     for target in targets:
-        ranges, centres, label, nearness = split(problem, k, place, label, lists, target)
+        ranges, centres, label = split(problem, k, place, metric, label, lists, target)
         nodes = lists.size.shape[1] + m // target
         lists = list_groups(device, label, 0, nodes, unit=1)
         if len(above) < len(targets) - 1:
@@ -254,7 +255,7 @@ def build(problem, k, place, columns, pool, pool_size, near):
     singles = device.repeat(device.upload(np.full((heads, 1), -1, np.int32)), m).reshape(heads, m)
     residual, found = device.empty(singles.shape, problem.element), device.empty(heads, np.int64)
     some = -(-m // 64), heads
-    device.run(_residuals_cpu, _residuals_cuda, some, k, place, nearness, residual)
+    device.run(_residuals_cpu, _residuals_cuda, some, k, place, centres, label, residual)
     rest = residual, label, lists.size, most_singles, singles, first_single, found
     device.run(_find_singles_cpu, _find_singles_cuda, (heads,), *rest)
     own = list_groups(device, label, 0, nodes, unit=1)
@@ -265,9 +266,9 @@ def build(problem, k, place, columns, pool, pool_size, near):
     own_buckets = device.empty((heads, ranges.shape[1] + 1, 2), np.int64)
     below = ranges, pieces, first_single, found, own_buckets
     device.run(_through_pieces_cpu, _through_pieces_cuda, (heads,), *below)
-    centres, bias = room_for(problem, heads, heavy + 1)
-    move_centres(problem, k, place, order, True, centres, bias)
-    levels = (*above, Level(own_buckets, centres, bias))
+    centres = room_for(problem, heads, heavy + 1)
+    move_centres(problem, k, place, order, centres)
+    levels = (*above, Level(own_buckets, centres, log_sizes(problem, order.size)))
     return Buckets(levels, bucket, order.entries, order.start, max(largest, near.heavy))
 
 

@@ -22,6 +22,7 @@ from .kernels.prefetch import prefetch
 from .kernels.scalar import widen
 from .kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, padded
 from .kernels.team import barrier, member, members
+from .metric import metric_of
 
 _TOGETHER = 8  # runs that share their scratch
 _AHEAD = 16  # rows that are asked for before they are needed, on the CPU
@@ -273,7 +274,7 @@ def by_bucket(problem, heads, pool, wished):
     place = problem.key_heads(heads)
     columns, keys, size = pool
     k, own = plain(problem, problem.k, place)
-    found = build(problem, k, own, columns, keys, size, wished)
+    found = build(problem, k, own, metric_of(problem, heads), columns, keys, size, wished)
     return sort_keys(problem, place, found)
 
 

@@ -17,7 +17,7 @@ from .kernels.team import barrier, member, members, part, sum_before, team_max, 
 
 # Streams of random numbers; each stage has its own, so that no draw tells anything about another. A permutation uses
 # four in a row (one per round of its network).
-ROWS, LEVERAGE, POOL, PIVOT, SKETCH, COMBINE, PROJECTION, AUDIT, REACH, JUDGE, PANELS, REFINE = (
+ROWS, LEVERAGE, POOL, PIVOT, SKETCH, COMBINE, PROJECTION, AUDIT, REACH, JUDGE, PANELS, REFINE, METRIC = (
     0,
     16,
     17,
@@ -30,6 +30,7 @@ ROWS, LEVERAGE, POOL, PIVOT, SKETCH, COMBINE, PROJECTION, AUDIT, REACH, JUDGE, P
     40,
     48,
     52,
+    56,
 )
 
 # --- bodies ---

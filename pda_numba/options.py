@@ -7,6 +7,7 @@ from ._validate import choice, flag, positive, whole
 
 WINDOWS = (32, 128)  # half widths that "auto" chooses from
 PROBES = (4, 8, 16)  # numbers of buckets that "auto" chooses from
+_MANY_KEYS = 8192
 _KINDS = ("auto", "none", "window", "content", "both")
 
 
@@ -38,8 +39,12 @@ class Fields(NamedTuple):
     windows: tuple  # half widths, rising; 0 is none
     probes: tuple  # numbers of probes, rising; 0 is no content near field
     both: bool  # may a head have a window and probes?
-    size: int = 32
+    size: int = 0  # of a bucket; 0: by the number of keys
     heavy: int = 16
+
+    def size_for(self, m):
+        """Keys of a bucket on average, out of m. Large ones take less time a key, small ones hold what is alike."""
+        return self.size or (64 if m >= _MANY_KEYS else 32)
 
     def without_windows(self):
         return self._replace(windows=(0,), both=False)

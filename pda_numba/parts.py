@@ -104,7 +104,7 @@ def blocks(problem, heads, members, shape):
         cut = [_copied(problem, x, key_head, key, keys) for x in (problem.k, problem.v)]
     (k, key_head, from_k), (v, _, from_v) = cut
     seed = (problem.seed + queries * _SEED_STEP) % 2**63
-    rest = {"seed": seed, "spans": None, "pattern": None, "merged": not whole}
+    rest = {"seed": seed, "spans": None, "pattern": None, "group": group, "merged": not whole}
     part = dataclasses.replace(problem, q=q, k=k, v=v, query_head=query_head, key_head=key_head, **rest)
     return Parts(part, place, query, {"q": from_q, "k": from_k, "v": from_v})
 

@@ -26,8 +26,8 @@ GROUP_BYTES = 48 * 2**20  # heads that are computed together share this much wor
 _SERIAL_FIXED, _SERIAL_CUBIC = 1.5e9, 1250.0
 # Of a level's centres a key or a query looks at so many; the keys of a bucket take this much longer than others, for
 # every bucket has few queries, anywhere in memory, and each probe as long as so many keys more. As measured at 16,384
-# and 131,072 tokens, buckets of 32 to 256 and 1 to 8 probes: within a fifth.
-_CENTRES, _CONTENT_TIME, _PROBE = 300, 2.0, 32
+# and 131,072 tokens, D = 64 and 256, buckets of 32 to 128 and 1 to 16 probes: within a fifth, but for one of 24 cases.
+_CENTRES, _CONTENT_TIME, _PROBE = 215, 1.2, 48
 # The loop starts a rank only if it costs at most this share of exact attention: an attempt that fails is cheap.
 _ATTEMPT = 0.3
 
@@ -93,9 +93,10 @@ def content_flops(n, m, d, e, probes, near):
     """The near field by content: buckets, probes, and the keys near to every query, at what they take of time."""
     if not probes:
         return 0.0
-    levels = max(1.0, math.log2(max(m // near.size, 2)) / 6)
+    size = near.size_for(m)
+    levels = max(1.0, math.log2(max(m // size, 2)) / 6)
     search = 2.0 * (3 * m + n) * levels * _CENTRES * d
-    return search + 2.0 * n * _CONTENT_TIME * (near.heavy + probes * (near.size + _PROBE)) * (d + e)
+    return search + 2.0 * n * _CONTENT_TIME * (near.heavy + probes * (size + _PROBE)) * (d + e)
 
 
 def serial_flops(rank):

@@ -30,6 +30,7 @@ class Problem:
     device: Any = CPU
     spans: np.ndarray | None = None
     pattern: np.ndarray | None = None
+    group: int = 1  # heads of a call whose queries lie one behind the other, as those of one head here
     merged: bool = False  # is the output to be merged with others, by its normalisers?
 
     @property

@@ -1,7 +1,7 @@
 """The tree of centres that keys are sorted by: k-means level by level (Lloyd 1982), on some of the keys.
 
     a node's children begin as keys at equal distances along the sequence
-    step       the sampled keys to the nearest centre, |k - c|^2 least; each centre to the mean of its own
+    step       the sampled keys to the nearest centre, |k - c|_M^2 least (`metric`); each centre to the mean of its own
     split      all keys to the nearest child of their node; a node has as many children as its keys fill
 
 With L levels a key is compared with about L M^(1/L) centres. A step samples as many keys as leave each centre some
@@ -16,11 +16,11 @@ from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
 from .grouping import list_groups
-from .kernels.panel import add_square
 from .kernels.prefetch import prefetch
 from .kernels.scalar import widen
 from .kernels.simd import padded
-from .kernels.team import barrier, member, members, part, sum_before
+from .kernels.team import member, members, part, sum_before
+from .metric import see
 from .probe import nothing_found, probe
 
 _STEPS, _THIN = 1, 4  # steps, each with one in so many keys
@@ -48,24 +48,12 @@ def _plan_parts(size, target, ranges):
 
 
 @shared
-def _seed_children(k, entries, start, size, first, last, centres, bias):
+def _seed_children(k, entries, start, size, first, last, centres):
     """A node's children begin as keys at equal distances along the sequence. By a team."""
     for c in range(first, last):
         place = start + (2 * (c - first) + 1) * size // (2 * (last - first))
         for d in range(member(), k.shape[1], members()):
             centres[c, d] = widen(k[entries[place], d])
-    barrier()
-    for c in range(first + member(), last, members()):
-        bias[c] = _nearness(centres, c)
-
-
-@shared
-def _nearness(centres, c):
-    """-|c|^2 / 2: with it the largest c . k + bias is the nearest centre's."""
-    total = centres.dtype.type(0)
-    for d in range(centres.shape[1]):
-        total = add_square(total, centres[c, d])
-    return centres.dtype.type(-0.5) * total
 
 
 @shared
@@ -81,23 +69,16 @@ def _log_size(size):
 
 
 @shared
-def _move_centre(k, entries, start, size, by_size, sums, centre, centres, bias):
-    """A centre to the mean of its keys. `bias` is log2 of their number, or what makes it the nearest. By a team."""
+def _move_centre(k, entries, start, size, sums, centre):
+    """A centre to the mean of its keys, if there are any. By a team."""
     for d in range(member(), k.shape[1], members()):
         sums[d] = 0.0
     for i in range(start, start + size):
         prefetch(k, entries[min(i + _AHEAD, start + size - 1)])
         for d in range(member(), k.shape[1], members()):
             sums[d] += np.float64(widen(k[entries[i], d]))
-    for d in range(member(), k.shape[1], members()):
-        if size > 0 or by_size:
-            centres[centre, d] = sums[d] / max(size, 1)
-    barrier()
-    if member() == 0:
-        if by_size:
-            bias[centre] = _log_size(size)
-        else:
-            bias[centre] = _nearness(centres, centre)
+    for d in range(member(), k.shape[1] if size > 0 else 0, members()):
+        centre[d] = sums[d] / size
 
 
 # --- CPU drivers ---
@@ -110,12 +91,12 @@ def _plan_parts_cpu(size, target, ranges):
 
 
 @cpu_kernel
-def _seed_children_cpu(k, place, entries, start, size, ranges, centres, bias):
+def _seed_children_cpu(k, place, entries, start, size, ranges, centres):
     heads, nodes = size.shape
     for item in prange(heads * nodes):
         h, g = item // nodes, item % nodes
         node = entries[h], start[h, g], size[h, g], ranges[h, g, 0], ranges[h, g, 1]
-        _seed_children(k[place[h]], *node, centres[h], bias[h])
+        _seed_children(k[place[h]], *node, centres[h])
 
 
 @serial_kernel
@@ -125,14 +106,13 @@ def _thin_cpu(entries, every, out):
 
 
 @cpu_kernel
-def _move_centres_cpu(k, place, entries, start, size, by_size, sums, centres, bias):
+def _move_centres_cpu(k, place, entries, start, size, sums, centres):
     heads, count = size.shape
     pieces = min(_PIECES, count)
     for item in prange(heads * pieces):
         h, first = item // pieces, item % pieces
         for c in range(first, count, pieces):  # not those beside each other: the last ones have no keys
-            node = entries[h], start[h, c], size[h, c], by_size, sums[h, c], c
-            _move_centre(k[place[h]], *node, centres[h], bias[h])
+            _move_centre(k[place[h]], entries[h], start[h, c], size[h, c], sums[h, c], centres[h, c])
 
 
 @serial_kernel
@@ -152,10 +132,10 @@ def _plan_parts_cuda(size, target, ranges):
 
 
 @cuda_kernel(64)
-def _seed_children_cuda(k, place, entries, start, size, ranges, centres, bias):
+def _seed_children_cuda(k, place, entries, start, size, ranges, centres):
     g, h = cuda.blockIdx.x, cuda.blockIdx.y
     node = entries[h], start[h, g], size[h, g], ranges[h, g, 0], ranges[h, g, 1]
-    _seed_children(k[place[h]], *node, centres[h], bias[h])
+    _seed_children(k[place[h]], *node, centres[h])
 
 
 @cuda_kernel(256)
@@ -165,10 +145,9 @@ def _thin_cuda(entries, every, out):
 
 
 @cuda_kernel(64)
-def _move_centres_cuda(k, place, entries, start, size, by_size, sums, centres, bias):
+def _move_centres_cuda(k, place, entries, start, size, sums, centres):
     c, h = cuda.blockIdx.x, cuda.blockIdx.y
-    node = entries[h], start[h, c], size[h, c], by_size, sums[h, c], c
-    _move_centre(k[place[h]], *node, centres[h], bias[h])
+    _move_centre(k[place[h]], entries[h], start[h, c], size[h, c], sums[h, c], centres[h, c])
 
 
 @cuda_kernel(256)
@@ -204,16 +183,14 @@ def most_nodes(m, targets):
 
 
 def room_for(problem, heads, count):
-    """Room for centres and their bias; the padding is zero."""
-    device = problem.device
-    centres = device.zeros((heads, padded(count), problem.shape[2]), problem.element)
-    return centres, device.zeros((heads, count), problem.element)
+    """Room for centres; the padding is zero."""
+    return problem.device.zeros((heads, padded(count), problem.shape[2]), problem.element)
 
 
-def move_centres(problem, k, place, lists, by_size, centres, bias):
-    """Each centre to the mean of its keys; `bias` what a query looks for (log2 of their number), or a key."""
+def move_centres(problem, k, place, lists, centres):
+    """Each centre that has keys to their mean."""
     sums = problem.device.empty((*lists.size.shape, problem.shape[2]), np.float64)
-    task = k, place, lists.entries, lists.start, lists.size, by_size, sums, centres, bias
+    task = k, place, lists.entries, lists.start, lists.size, sums, centres
     problem.device.run(_move_centres_cpu, _move_centres_cuda, lists.size.shape[::-1], *task)
 
 
@@ -231,16 +208,17 @@ def log_sizes(problem, size):
     return bias
 
 
-def split(problem, k, place, label, lists, target):
-    """One level of the tree: the ranges of the nodes' children, each key's child, and how near it is.
+def split(problem, k, place, metric, label, lists, target):
+    """One level of the tree: the ranges of the nodes' children, their centres, and each key's child.
 
     `lists` are the keys by their `label`, the node that each belongs to.
     """
     device, (heads, nodes), m, element = problem.device, lists.size.shape, problem.shape[1], problem.element
     ranges = plan_parts(device, lists.size, target)
     count = nodes + m // target
-    centres, bias = room_for(problem, heads, count)
-    seeds = k, place, lists.entries, lists.start, lists.size, ranges, centres, bias
+    centres, seen = (room_for(problem, heads, count) for _ in range(2))
+    bias = device.empty((heads, count), element)
+    seeds = k, place, lists.entries, lists.start, lists.size, ranges, centres
     device.run(_seed_children_cpu, _seed_children_cuda, (nodes, heads), *seeds)
     thin = min(_THIN, max(1, target // _ENOUGH))
     few = device.empty((heads, m // thin), np.int64)
@@ -248,7 +226,8 @@ def split(problem, k, place, label, lists, target):
     for step in range(_STEPS + 1):
         nearness, found = nothing_found(device, element, heads, m, 1)
         entries = few if step < _STEPS else lists.entries
-        probe(device, k, place, element.type(1), entries, label, ranges, centres, bias, nearness, found)
+        see(device, metric, centres, seen, bias)
+        probe(device, k, place, element.type(1), entries, label, ranges, seen, bias, nearness, found)
         if step < _STEPS:
-            move_centres(problem, k, place, list_groups(device, found, 0, count, unit=1), False, centres, bias)
-    return ranges, centres, found, nearness
+            move_centres(problem, k, place, list_groups(device, found, 0, count, unit=1), centres)
+    return ranges, centres, found

@@ -249,7 +249,7 @@ def peaked(problem, heads, wished, pool):
         return np.ones(len(heads), bool)
     peak = device.empty(len(size), np.float64)
     device.run(_peak_cpu, _peak_cuda, (len(size),), columns, size, peak)
-    return device.download(peak) * (wished.heavy + wished.probes[1] * wished.size) >= _PEAKED
+    return device.download(peak) * (wished.heavy + wished.probes[1] * wished.size_for(problem.shape[1])) >= _PEAKED
 
 
 def look_again(problem, heads, wished, pool, known, again):
@@ -259,7 +259,7 @@ def look_again(problem, heads, wished, pool, known, again):
 
 
 def _has_buckets(problem, wished):
-    return wished.probes[-1] > 0 and problem.shape[1] >= LEAST_BUCKETS * wished.size
+    return wished.probes[-1] > 0 and problem.shape[1] >= LEAST_BUCKETS * wished.size_for(problem.shape[1])
 
 
 def best_of(problem, heads, sample, pools, known, rows, weight, setting):

@@ -1,12 +1,14 @@
 """Buckets, probes and the content near field on the device: the same choices as on the CPU, sums within rounding."""
 
+import dataclasses
+
 import numpy as np
 import problems
 import pytest
 import simulator
 from common import host, on_cuda
 
-from pda_numba import buckets, content, grouping, tree
+from pda_numba import buckets, content, grouping, metric, tree
 from pda_numba.backward import Gradients
 from pda_numba.content_adjoint import content_adjoint
 from pda_numba.device import CPU, Cuda
@@ -105,9 +107,12 @@ def test_every_barrier_is_needed():
         found = content.near(p, problems.heads(p), keys, counts, 2)
         return [host(x) for x in (found.out, found.lse)]
 
-    def run_build():
-        found = known(p).buckets
-        return [host(x) for x in (found.bucket, found.keys, found.start, found.levels[-1].centres)]
-
     assert not simulator.barriers_without_effect(run_near, "content.py")
-    assert not simulator.barriers_without_effect(run_build, "tree.py")
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_metric(group, rng):
+    q = rng.normal(size=(2, 15 * group, 6)) + 2
+    problem = dataclasses.replace(problems.flat(q, q, q), group=group)
+    found = [metric.metric_of(p, problems.heads(p)) for p in (problem, on_cuda(problem))]
+    np.testing.assert_allclose(host(found[1]), found[0], rtol=1e-12, atol=1e-12)  # sums in another order
