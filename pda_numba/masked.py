@@ -177,14 +177,18 @@ def _low_rank(whole, parts, options, ranks, keep, alone):
     """The rectangles by low rank, merged; says of which this is so. One that is `alone` is all of its head's output."""
     part, heads, clock = parts.problem, np.arange(len(parts.place)), whole.clock
     device, (n, _, _, e) = part.device, part.shape
-    out = device.empty((len(heads), n, e), part.element)
+    in_place = alone and len(heads) == 1  # nothing to merge with, and all rows of the output side by side
+    out = _own_rows(whole, parts) if in_place else device.empty((len(heads), n, e), part.element)
     beside = Beside(*(device.zeros((len(heads), n), part.element) for _ in range(2)))
     own = whole.heads[parts.place[:, 0]]
     ranges = part_ranges(part, whole.ranges.slip[own], whole.ranges.half_unit) if alone else part_ranges(part)
     results = low_rank(part, heads, options, ranks, ranges, out, clock, keep, beside, alone)
     done = np.array([result.method == "pda" for result in results])
     with clock.stage("merge"):
-        _merge(whole, parts, heads, out, *beside, done)
+        if in_place:
+            _put_lse(whole, parts, done, beside.lse)
+        else:
+            _merge(whole, parts, heads, out, *beside, done)
     for places, result in zip(parts.place, results, strict=True):
         for place in places:
             _add(whole.results[place], result, len(places))
@@ -192,6 +196,20 @@ def _low_rank(whole, parts, options, ranks, keep, alone):
                 _state(whole.results[place], result)
                 whole.judged[place] = True
     return done
+
+
+def _own_rows(whole, parts):
+    """The rows of the output that are those of the only part."""
+    head, first = int(whole.heads[parts.place[0, 0]]), int(parts.query[0])
+    return whole.out[head : head + 1, first : first + parts.problem.shape[0]]
+
+
+def _put_lse(whole, parts, done, lse):
+    """The normalisers of the only part, if it was done."""
+    device, place = whole.problem.device, int(parts.place[0, 0])
+    which = device.upload(np.arange(lse.shape[1])[None] + parts.query[0])
+    count, live = (device.upload(x.astype(np.int64)) for x in (np.full(1, lse.shape[1]), done))
+    place_lse(device, which, count, live, lse, 0.0, whole.lse[place : place + 1])
 
 
 def _state(total, part):

@@ -122,7 +122,11 @@ def _cut(problem, source, head, first, size):
 
 def _copied(problem, source, head, first, size):
     pairs, which = np.unique(np.stack([head, first], axis=1), axis=0, return_inverse=True)
-    return problem.device.cut(source, pairs[:, 0], pairs[:, 1], size), which.reshape(-1), (pairs[:, 0], pairs[:, 1])
+    origins = pairs[:, 0], pairs[:, 1]
+    if len(pairs) == 1 and problem.device.is_contiguous(source):  # one block alone need not be copied
+        h, begin = (int(x) for x in pairs[0])
+        return source[h : h + 1, begin : begin + size], which.reshape(-1), origins
+    return problem.device.cut(source, *origins, size), which.reshape(-1), origins
 
 
 def part_ranges(part, slip=None, half_unit=0.0):

@@ -89,8 +89,8 @@ def test_layouts_and_dtypes(make):
 def test_a_rectangle_is_exact_where_its_near_field_would_cost_more():
     """Both heads have one rectangle for which low rank alone would pay."""
     smooth, peaked = (
-        (x[0] for x in pda_numba.data.smooth_heads((1, 8192, 64))),
-        problems.make("peaked", 8192, d=64, e=64, seed=0),
+        (x[0] for x in pda_numba.data.smooth_heads((1, 7168, 64))),
+        problems.make("peaked", 7168, d=64, e=64, seed=0),
     )
     q, k, v = (np.stack(x) for x in zip(smooth, peaked, strict=True))
     out, info = attention(q, k, v, causal=True, rank=32, tol=None, return_info=True)
