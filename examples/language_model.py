@@ -122,7 +122,7 @@ def measure(results, jobs, measured):
             line = {**job, **measured(**job)}
             results.add(line)
             bar.advance(shown)
-            said = ", ".join(f"{name} {_short(x)}" for name, x in line.items() if x is not None)
+            said = ", ".join(f"{name} {_short(x)}" for name, x in line.items() if x is not None and name != "each")
             console.print(said, highlight=False, soft_wrap=True)
 
 
@@ -130,13 +130,21 @@ def _short(x):
     return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
+def beyond(line, exact):
+    """Nats above exact attention's, and a standard error: over tokens, of what each of them loses."""
+    if exact is None or line is exact:
+        return ""
+    apart = np.subtract(line["each"], exact["each"])
+    return f"{apart.mean():+.4f} ± {apart.std() / len(apart) ** 0.5:.4f}"
+
+
 def perplexity_table(lines):
     header = "tokens|global layers|nats per token|perplexity|beyond exact|likeliest right"
     rows = []
     for line in lines:
-        exact = [x["nats"] for x in lines if x["method"] == "exact" and x["tokens"] == line["tokens"]]
-        beyond = f"{line['nats'] - exact[0]:+.4f}" if exact else ""
-        numbers = [f"{line['nats']:.4f}", f"{np.exp(line['nats']):.2f}", beyond, f"{100 * line['right']:.1f} %"]
+        exact = next((x for x in lines if x["method"] == "exact" and x["tokens"] == line["tokens"]), None)
+        more, right = beyond(line, exact), f"{100 * line['right']:.1f} %"
+        numbers = [f"{line['nats']:.4f}", f"{np.exp(line['nats']):.2f}", more, right]
         rows.append([f"{line['tokens']:,}", line["method"], *numbers, f"{line['seconds']:.0f}", *took(line)])
     return table([*header.split("|"), "s in all", *TOOK], rows)
 
@@ -210,7 +218,8 @@ def perplexity(out, scored, **given):
         if tokens not in texts:
             texts[tokens] = filler[: tokens + 1]
         nats, likeliest, took = reader.surprise(method, texts[tokens], scored)
-        return {"nats": float(nats.mean()), "right": float(likeliest.mean()), **took}
+        each = [round(float(x), 4) for x in nats]
+        return {"nats": float(nats.mean()), "right": float(likeliest.mean()), "each": each, **took}
 
     jobs = [{"text": name, "scored": scored, "tokens": n, "method": method} for n in lengths for method in methods]
     measure(results, jobs, measured)

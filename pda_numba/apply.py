@@ -49,7 +49,7 @@ def _mask_band(scores, row, key, window, keys):
 @shared
 def load_probes(probes, row, count, names):
     """names[p, x] = the p-th bucket of query row + x; none in the lanes from `count` on."""
-    for x in range(lane_count(names)):
+    for x in range(names.shape[1]):
         for p in range(names.shape[0]):
             names[p, x] = probes[row + x, p] if x < count else np.int32(-2)
 

@@ -18,14 +18,13 @@ from .grouping import RUN, list_groups
 from .kernels import tile
 from .kernels.block import ROOM, TILE_STRIDE, attend_rows
 from .kernels.panel import TILE, larger, log_sum, weight
-from .kernels.prefetch import prefetch
+from .kernels.prefetch import AHEAD, prefetch
 from .kernels.scalar import widen
 from .kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, padded
 from .kernels.team import barrier, member, members
 from .metric import metric_of
 
 _TOGETHER = 8  # runs that share their scratch
-_AHEAD = 16  # rows that are asked for before they are needed, on the CPU
 
 # --- bodies ---
 
@@ -74,7 +73,7 @@ def _gather_cpu(source, place, which, out):
     heads, n = which.shape
     for item in prange(heads * n):
         h, i = item // n, item % n
-        prefetch(source[place[h]], which[h, min(i + _AHEAD, n - 1)])
+        prefetch(source[place[h]], which[h, min(i + AHEAD, n - 1)])
         _gather_row(source[place[h]], which[h, i], out[h, i])
 
 
@@ -117,7 +116,7 @@ def _put_back_cpu(sorted_out, sorted_lse, order, out, lse):
     heads, n = order.shape
     for item in prange(heads * n):
         h, i = item // n, item % n
-        ahead = order[h, min(i + _AHEAD, n - 1)]
+        ahead = order[h, min(i + AHEAD, n - 1)]
         if ahead >= 0:
             prefetch(out[h], ahead)
             prefetch(lse[h], ahead)

@@ -154,8 +154,8 @@ def _rectangles(whole, shape, members, low, keep):
     d, e = whole.problem.shape[2:]
     element = whole.problem.element.itemsize
     near = whole.options.near
-    own = whole.options if shape[3] else dataclasses.replace(whole.options, near=near.without_windows())
-    n, m = shape[0] * shape[2], shape[1]  # of a group's queries together
+    own = whole.options if shape.whole else dataclasses.replace(whole.options, near=near.without_windows())
+    n, m = shape.queries * shape.group, shape.keys  # of a group's queries together
     ranks = plan.decide(n, m, d, e, own)[1] if low else ()
     memory = n * (e + 2) * element + (plan.head_workspace(n, m, d, e, ranks[-1], element) if ranks else 0)
     size, kept = max(1, int(whole.problem.device.group_bytes // memory)), []
@@ -167,7 +167,7 @@ def _rectangles(whole, shape, members, low, keep):
             done = np.zeros(len(some), bool)
             if ranks:
                 hold = keep and (lambda part, found=found: found.append(part.over(whole.problem.device.hold)))
-                done = _low_rank(whole, parts, own, ranks, hold, shape[4])
+                done = _low_rank(whole, parts, own, ranks, hold, shape.alone)
             _exact_parts(whole, parts, np.flatnonzero(~done))
         kept.append((shape, some, done, found))
     return kept

@@ -93,7 +93,7 @@ def _list_cuda(which, count, exact, quiet, parts, listed):
 class Group:
     """Rectangles of one shape that were computed together."""
 
-    shape: tuple  # of `parts.by_shape`
+    shape: Any  # `parts.Shape`
     members: list  # (places of these heads, rectangle)
     low: np.ndarray  # which of them are of low rank
     parts: list  # `residuals.LowRank`, with their places as heads

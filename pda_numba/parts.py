@@ -7,7 +7,7 @@ head's behind the other's, are those of one problem, so that one fit serves the 
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,12 +56,22 @@ def layouts(problem, heads, mask, options):
     return done
 
 
+class Shape(NamedTuple):
+    """What rectangles have in common that are computed together."""
+
+    queries: int  # of one head
+    keys: int
+    group: int  # heads whose queries are together
+    whole: bool  # are they all of a segment (`rectangles`)?
+    alone: bool  # are they all that is of low rank, and is nothing beside them?
+
+
 def by_shape(found, which):
-    """{(queries, keys, heads of a group, whole, alone): [(places, rectangle), ...]} of "low" or "rest"."""
+    """{shape: [(places, rectangle), ...]} of the rectangles "low" or "rest"."""
     members: dict = {}
     for layout in found:
         for rectangle in getattr(layout, which):
-            shape = rectangle.queries, rectangle.keys, layout.groups.shape[1], rectangle.whole, layout.alone
+            shape = Shape(rectangle.queries, rectangle.keys, layout.groups.shape[1], rectangle.whole, layout.alone)
             members.setdefault(shape, []).extend((tuple(places), rectangle) for places in layout.groups.tolist())
     return {shape: sorted(own) for shape, own in members.items()}
 

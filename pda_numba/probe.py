@@ -17,13 +17,12 @@ from .grouping import RUN, list_groups
 from .kernels import tile
 from .kernels.best import keep_best
 from .kernels.panel import TILE, multiply_keys, pack_query
-from .kernels.prefetch import prefetch
+from .kernels.prefetch import AHEAD, prefetch
 from .kernels.simd import lane_count
 from .kernels.team import barrier, member, members
 
 MOST = 16  # centres that a row can keep
 BEAM = 8  # nodes in a row's beam at most
-_AHEAD = 16  # rows that are asked for before they are needed, on the CPU
 _NO_NODE = np.iinfo(np.int32).max
 _ONE, _MIX, _HIGH = np.uint64(1), np.uint64(0x9E3779B97F4A7C15), np.uint64(20)  # of a multiplicative hash
 _SHADES = 256  # sets of nodes that are told apart among those with the same least node
@@ -82,7 +81,7 @@ def _probe_panel(
 ):
     width, most = lane_count(products), found.shape[1]
     for lane in range(width):
-        ahead = rows[min(lane + _AHEAD, rows.shape[0] - 1)]
+        ahead = rows[min(lane + AHEAD, rows.shape[0] - 1)]
         if ahead >= 0:
             prefetch(x, ahead)
             prefetch(beam, ahead)

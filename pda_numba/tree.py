@@ -16,7 +16,7 @@ from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
 from .grouping import list_groups
-from .kernels.prefetch import prefetch
+from .kernels.prefetch import AHEAD, prefetch
 from .kernels.scalar import widen
 from .kernels.simd import padded
 from .kernels.team import member, members, part, sum_before
@@ -27,7 +27,6 @@ _STEPS, _THIN = 1, 4  # steps, each with one in so many keys
 _ENOUGH = 16  # keys of a centre that are sampled at least: with fewer, keys that are alone find no centre of their own
 _ROOT = 3  # times the even fan-out is the root's
 _FLAT, _TWO, _THREE = 256, 2**13, 2**19  # most buckets under one, two and three levels of centres
-_AHEAD = 8  # keys that are asked for before they are needed, on the CPU
 _PIECES = 64  # of the centres, on the CPU
 
 # --- bodies ---
@@ -74,7 +73,7 @@ def _move_centre(k, entries, start, size, sums, centre):
     for d in range(member(), k.shape[1], members()):
         sums[d] = 0.0
     for i in range(start, start + size):
-        prefetch(k, entries[min(i + _AHEAD, start + size - 1)])
+        prefetch(k, entries[min(i + AHEAD, start + size - 1)])
         for d in range(member(), k.shape[1], members()):
             sums[d] += np.float64(widen(k[entries[i], d]))
     for d in range(member(), k.shape[1] if size > 0 else 0, members()):

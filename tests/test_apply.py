@@ -3,11 +3,12 @@
 import naive
 import numpy as np
 import pytest
+from numba import njit
 from problems import flat, heads
 
-from pda_numba.apply import apply
+from pda_numba.apply import apply, load_probes
 from pda_numba.core import LEVERAGE_COLUMNS, fit
-from pda_numba.kernels.simd import padded
+from pda_numba.kernels.simd import lanes, padded
 from pda_numba.plan import PANEL
 from pda_numba.products import features
 from pda_numba.rows import rows
@@ -204,3 +205,21 @@ def test_leverage_sketch_has_the_right_mean(rng):
     true = np.einsum("rn,rs,sn->n", x, np.linalg.inv(x @ x.T + ridge * np.eye(r)), x)
     # one estimate is chi-square with 16 degrees of freedom: deviation sqrt(2/16), of the mean 0.018; five of those
     np.testing.assert_allclose(estimate, true, rtol=0.09)
+
+
+@njit
+def _loaded(probes, row, count, names):
+    load_probes(probes, row, count, names)
+
+
+@pytest.mark.parametrize("element", [np.float32, np.float64])
+def test_names_of_probes_stay_in_their_place(element):
+    """Lanes are those of the arithmetic, though the names are of 32 bits."""
+    width = lanes(element)
+    room = np.full(3 * width + 200, -7, np.int32)
+    names = room[: 3 * width].reshape(3, width)
+    probes = np.arange(40 * 4, dtype=np.int32).reshape(40, 4)
+    _loaded(probes, 5, 11, names)
+    np.testing.assert_array_equal(names[:, :11], probes[5:16, :3].T)
+    assert (names[:, 11:] == -2).all()
+    assert (room[3 * width :] == -7).all()

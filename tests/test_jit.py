@@ -1,11 +1,16 @@
 """How kernels are compiled: the notice about slow compilation, and one thread at a time."""
 
 import io
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
 import numba
 import numpy as np
+import pytest
 from numba.core import event
 
 from pda_numba import _jit
@@ -101,3 +106,21 @@ def test_kernels_add_in_the_order_that_is_written():
     x, out = np.array([1e-17, 1e-20]), np.empty(2)
     _cancel(x, out)
     assert (out == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # everything is compiled anew, with checks
+def test_no_index_is_out_of_bounds(tmp_path):
+    """In float64, whose panels are half as wide as those of the other 32-bit arrays; under a mask in float32."""
+    code = """
+        import numpy as np
+        from pda_numba import NearField, attention_backward, attention_forward
+        near = NearField(window=32, n_probes=3, bucket_size=16)
+        for element, options in ((np.float64, {"near": near}), (np.float32, {"causal": True})):
+            q, k, v, g = np.random.default_rng(0).normal(size=(4, 1, 1100, 9)).astype(element)
+            out, residuals = attention_forward(q, k, v, rank=16, tol=None, method="pda", **options)
+            attention_backward(residuals, g)
+            assert np.isfinite(out).all()
+    """
+    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True)

@@ -8,6 +8,7 @@ from numba.extending import intrinsic
 from .._jit import shared
 from .simd import two_schedules
 
+AHEAD = 16  # rows that are asked for before they are needed
 _LINE = 64  # bytes of a cache line
 
 
