@@ -3,10 +3,9 @@
     the least of  loo_tf cost_f            over temperatures t and near fields f
 
 loo is the leave-one-out error of a fit, cost what the near field makes a head cost, relative to none. A near field by
-content is tried where single keys matter: where the mean over the uniform rows of their largest weight says that as
-many keys as its smallest choice holds may have a part in the output. Where only few queries have keys of their own
-(needles), no uniform row may be one of them: the rows drawn by leverage tell, and then choose once more. What a head
-chooses does not depend on the others of the call.
+content is tried where single keys matter: where the mean over the uniform rows of their largest weight is large. Where
+only few queries have keys of their own (needles), no uniform row may be one of them: the rows drawn by leverage tell,
+and then choose once more. What a head chooses does not depend on the others of the call.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ _WIDER = (
 )
 # Least share of queries, by the weights of all rows, that give one tile of keys at least so much of their attention.
 _RARE, _ONE_TILE = 1e-3, 0.25
-_PEAKED = 4.0  # least product of the mean largest weight with the keys of a small content near field that is tried
+_PEAKED = 1 / 36  # least mean of the rows' largest weights with which a content near field is tried
 _OF_EXACT = 0.25  # of what exact attention costs: no rectangle is taken to cost less when near fields are compared
 LEAST_BUCKETS = 16  # with fewer buckets of keys there is no near field by content
 
@@ -249,7 +248,7 @@ def peaked(problem, heads, wished, pool):
         return np.ones(len(heads), bool)
     peak = device.empty(len(size), np.float64)
     device.run(_peak_cpu, _peak_cuda, (len(size),), columns, size, peak)
-    return device.download(peak) * (wished.heavy + wished.probes[1] * wished.size_for(problem.shape[1])) >= _PEAKED
+    return device.download(peak) >= _PEAKED
 
 
 def look_again(problem, heads, wished, pool, known, again):
