@@ -310,7 +310,7 @@ def test_perplexity(given, tmp_path):
     assert result.exit_code == 0, result.output
     table = (tmp_path / "out" / "perplexity.md").read_text()
     assert table.count("| exact ") == table.count("| window ") == 2
-    assert table.count("+0.0000") == 2
+    assert table.count("+0.0000") == table.count(" ± ") == 2
     lines = (tmp_path / "out" / "perplexity.jsonl").read_text()
     assert CliRunner().invoke(language_model.main, command).exit_code == 0  # nothing is computed again
     assert (tmp_path / "out" / "perplexity.jsonl").read_text() == lines
