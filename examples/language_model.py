@@ -132,8 +132,10 @@ def _short(x):
 
 def beyond(line, exact):
     """Nats above exact attention's, and a standard error: over tokens, of what each of them loses."""
-    if exact is None or line is exact:
-        return "" if exact is None else "+0.0000"
+    if exact is None:
+        return ""
+    if line is exact:
+        return "+0.0000"
     apart = np.subtract(line["each"], exact["each"])
     return f"{apart.mean():+.4f} ± {apart.std() / len(apart) ** 0.5:.4f}"
 
