@@ -131,7 +131,7 @@ def _adjoint_range(
         add_values(outputs, value_tile, scores, keys)
         add_values(outputs, table, scores[first:], rank)
         for x in range(count if used else 0):
-            for e in range(values):
+            for e in range(values if beside[x] > 0 else 0):  # where nothing is near, its output may be anything
                 outputs[e, x] += beside[x] * near_out[row + x, e]
         if whole.shape[0]:
             take_part(given, outputs, low, high, own, whole, along, row, count, scores, first + rank, delta)

@@ -177,14 +177,14 @@ def _exact(problem, part, given, gradients, measure):
 
 def _low_rank(problem, part, bounds, given, gradients, measure, whole):
     device, heads, fitted = problem.device, part.heads, part.weight.shape[1]
-    keys, near = content.again(problem, heads, part)
+    buckets, near = content.again(problem, heads, part)
     model = part.landmarks, part.table, part.found, part.window, part.basis
     apart = gradients
-    if keys is not None and measure:  # the queries' gradients in an account of their own
+    if buckets is not None and measure:  # the queries' gradients in an account of their own
         apart = gradients._replace(q=device.zeros(gradients.q.shape, problem.element))
     task = bounds, given, part.slot, part.held, apart, whole, near
     d_landmarks, d_table, *seen, about = apply_adjoint(problem, heads, model, *task)
-    sums = keys and _near_keys(problem, part, keys, near, about, apart, seen if measure else None)
+    sums = buckets and _near_keys(problem, part, buckets, near, about, apart, seen if measure else None)
     if apart is not gradients:
         seen[1] = settle_queries(device, apart.q, problem.query_heads(heads), gradients.q)
     which, out, lse = (device.columns(x, fitted) for x in (part.rows, part.out, part.lse))
@@ -198,7 +198,7 @@ def _low_rank(problem, part, bounds, given, gradients, measure, whole):
         x, own = gather_rows(problem, problem.q, problem.query_heads(heads), which), _every(device, heads)
         offset, cotangent = owed_by_targets(problem, sampled, lse, d_target, d_lse)
         d_near = device.zeros(x.shape, problem.element)
-        content_adjoint(problem, x, own, keys, sampled, lse, offset, cotangent, own, d_near, sums)
+        content_adjoint(problem, heads, x, own, buckets, sampled, lse, offset, cotangent, own, d_near, sums)
         each = device.repeat(device.upload(np.arange(which.shape[1])[None]), len(heads))
         scatter_rows(device, own, each, d_near, d_queries, distinct=True)
         for total, out in zip(sums, gradients[1:], strict=True):
@@ -218,7 +218,7 @@ def _every(device, heads):
     return device.upload(np.arange(len(heads)))
 
 
-def _near_keys(problem, part, keys, near, about, gradients, seen):
+def _near_keys(problem, part, buckets, near, about, gradients, seen):
     """What the queries owe to the keys that are near by content; returns the sums of these, in sorted order.
 
     With `seen` also what the held-out rows would owe, had they the fit's output.
@@ -228,7 +228,7 @@ def _near_keys(problem, part, keys, near, about, gradients, seen):
     shape = len(heads), part.order.shape[1]
     sums = tuple(device.zeros((*shape, columns), problem.element) for columns in problem.shape[2:])
     own = own_rows(device, lse, part.slot), offset, cotangent
-    content_adjoint(problem, x, place, keys, near, *own, problem.query_heads(heads), gradients.q, sums)
+    content_adjoint(problem, heads, x, place, buckets, near, *own, problem.query_heads(heads), gradients.q, sums)
     if seen is not None:
         listed, each = part.rows, _every(device, heads)
         of_all = [x.reshape(*x.shape[:2], -1) for x in (lse, offset, cotangent)]
@@ -237,8 +237,8 @@ def _near_keys(problem, part, keys, near, about, gradients, seen):
         nowhere = tuple(device.zeros(x.shape, problem.element) for x in sums)
         x = gather_rows(problem, problem.q, problem.query_heads(heads), listed)
         dq = device.zeros(x.shape, problem.element)
-        task = x, each, keys, content.of_rows(device, near, listed), lse, offset, cotangent
-        content_adjoint(problem, *task, each, dq, nowhere)
+        task = x, each, buckets, content.of_rows(device, near, listed), lse, offset, cotangent
+        content_adjoint(problem, heads, *task, each, dq, nowhere)
         add_held(device, dq, part.held[0], seen[0])
     return sums
 

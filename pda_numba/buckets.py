@@ -22,13 +22,13 @@ from .kernels.panel import add_square
 from .kernels.scalar import widen
 from .kernels.team import member, members, part, sum_before, team_sum
 from .landmarks import first_largest
-from .probe import by_neighbourhood, nothing_found, probe
+from .probe import by_neighbourhood, probe
 from .tree import Level, log_sizes, most_nodes, move_centres, plan_parts, room_for, split, targets_of
 
 _LARGEST = 1.5  # no bucket holds more than this multiple of the size
 _BEAM = 6  # nodes of a level whose children a query looks at
 _LONELY, _FAR = 4, 1e3  # keys of a node that are singles, as far away as so many times the mean
-_OUTLYING = 4.0  # times the mean squared distance from the own centre makes a key a single
+_OUTLYING = 8.0  # times the mean squared distance from the own centre makes a key a single
 _MOST_SINGLES, _SINGLE_SHARE = 4096, 64  # singles at most, and as a share of the keys
 
 # --- bodies ---
@@ -274,21 +274,17 @@ def build(problem, k, place, metric, columns, pool, pool_size, near):
 
 def probes(problem, x, place, buckets, count):
     """The `count` best buckets of every row of x[place[h]]: (heads, n, count) int32, best first, -1 where none is."""
-    device, element, heads, n = problem.device, problem.element, len(buckets.keys), x.shape[1]
+    device, heads, n = problem.device, len(buckets.keys), x.shape[1]
     *above, last = buckets.levels
     singles = last.ranges.shape[1] - 1  # the node that every row looks at
     start = np.array([[0]] if above else [[0, singles]], np.int32)
     beam = device.repeat(device.upload(start), heads * n).reshape(heads, n, start.size)
-    nodes, best = 1, 0
-    for level in above:
-        best = int(level is above[-1])  # where the singles' node is the first of the beam
+    nodes = 1
+    for level in buckets.levels:
+        given = singles if above and level is above[-1] else -1
+        most = count if level is last else _BEAM + (given >= 0)
         order = by_neighbourhood(device, beam, nodes)
-        scores, found = nothing_found(device, element, heads, n, _BEAM + best, [singles] * best)
         where = level.ranges, level.centres, level.bias
-        probe(device, x, place, problem.factor, order, beam, *where, scores, found)
-        beam, nodes = found, level.bias.shape[1]
-    order = by_neighbourhood(device, beam, nodes + best)
-    scores, found = nothing_found(device, element, heads, n, count)
-    where = last.ranges, last.centres, last.bias
-    probe(device, x, place, problem.factor, order, beam, *where, scores, found)
-    return found
+        beam = probe(device, x, place, problem.factor, order, beam, *where, most, given)
+        nodes = level.bias.shape[1] + (given >= 0)
+    return beam

@@ -20,7 +20,7 @@ from .kernels.block import ROOM, TILE_STRIDE, attend_rows
 from .kernels.panel import TILE, larger, log_sum, weight
 from .kernels.prefetch import AHEAD, prefetch
 from .kernels.scalar import widen
-from .kernels.simd import NARROW_ROWS, ROW_PADDING, half_lanes, padded
+from .kernels.simd import NARROW_ROWS, half_lanes, padded
 from .kernels.team import barrier, member, members
 from .metric import metric_of
 
@@ -44,25 +44,6 @@ def _pick(out, lse, probes, row, i, picked, picked_lse, picked_probes):
         picked_probes[i, p] = probes[row, p]
     if member() == 0:
         picked_lse[i] = lse[row]
-
-
-@shared
-def _follow(probes, order, i, sorted_probes):
-    """Entry i of a list of rows: that row's probes, or none behind the last. By a team."""
-    row = order[i]
-    for p in range(member(), probes.shape[1], members()):
-        sorted_probes[i, p] = probes[row, p] if row >= 0 else -1
-
-
-@shared
-def _put_back(sorted_out, sorted_lse, order, i, out, lse):
-    """What `_follow` has sorted, in its place again. By a team."""
-    row = order[i]
-    if row >= 0:
-        for e in range(member(), out.shape[1], members()):
-            out[row, e] = sorted_out[i, e]
-        if member() == 0:
-            lse[row] = sorted_lse[i]
 
 
 # --- drivers ---
@@ -98,55 +79,25 @@ def _pick_cuda(out, lse, probes, which, picked, picked_lse, picked_probes):
 
 
 @cpu_kernel
-def _follow_cpu(probes, order, sorted_probes):
-    heads, n = order.shape
-    for item in prange(heads * n):
-        h, i = item // n, item % n
-        _follow(probes[h], order[h], i, sorted_probes[h])
-
-
-@cuda_kernel(32)
-def _follow_cuda(probes, order, sorted_probes):
-    i, h = cuda.blockIdx.x, cuda.blockIdx.y
-    _follow(probes[h], order[h], i, sorted_probes[h])
-
-
-@cpu_kernel
-def _put_back_cpu(sorted_out, sorted_lse, order, out, lse):
-    heads, n = order.shape
-    for item in prange(heads * n):
-        h, i = item // n, item % n
-        ahead = order[h, min(i + AHEAD, n - 1)]
-        if ahead >= 0:
-            prefetch(out[h], ahead)
-            prefetch(lse[h], ahead)
-        _put_back(sorted_out[h], sorted_lse[h], order[h], i, out[h], lse[h])
-
-
-@cuda_kernel(64)
-def _put_back_cuda(sorted_out, sorted_lse, order, out, lse):
-    i, h = cuda.blockIdx.x, cuda.blockIdx.y
-    _put_back(sorted_out[h], sorted_lse[h], order[h], i, out[h], lse[h])
-
-
-@cpu_kernel
-def _attend_cpu(x, place, k, v, entries, owner, used, start, counts, turn, factor, out, lse):
+def _attend_cpu(x, place, k, v, key_place, keys, entries, owner, used, start, counts, turn, factor, out, lse):
     heads, runs = owner.shape
-    heavy, element, columns = start.shape[1] - 2, k.dtype, padded(out.shape[2], half_lanes(k))
+    heavy, element, columns = start.shape[1] - 2, x.dtype, padded(out.shape[2], half_lanes(x))
     blocks = (runs + _TOGETHER - 1) // _TOGETHER
     for item in prange(heads * blocks):
         h, block = item // blocks, item % blocks
-        tile = np.empty((k.shape[2], TILE_STRIDE), element)
+        tile, values = np.empty((k.shape[2], TILE_STRIDE), element), np.zeros((TILE, columns), element)
         queries, sums = np.zeros((NARROW_ROWS, k.shape[2]), element), np.empty((NARROW_ROWS, columns), element)
         scores, state = np.empty((NARROW_ROWS, TILE), element), np.zeros((4, ROOM), element)
-        room = tile, queries, scores, sums, (state[0], state[1], state[2], state[3])
-        more = start[h, heavy + 1] - start[h, heavy]
+        room = tile, values, queries, scores, sums, (state[0], state[1], state[2], state[3])
+        more = keys[h, start[h, heavy] : start[h, heavy + 1] if turn == 0 else start[h, heavy]]
         for r in range(block * _TOGETHER, min(runs, (block + 1) * _TOGETHER) if turn < counts[h] else 0):
-            begin, end = start[h, owner[h, r]], start[h, owner[h, r] + 1]
-            near = begin, end, start[h, heavy], more if turn == 0 else 0
-            fresh = r == block * _TOGETHER or owner[h, r] != owner[h, r - 1]
-            task = x[place[h]], entries[h, r * RUN : (r + 2) * RUN], used[h, r], factor, k[h], v[h], near, fresh
-            attend_rows(*task, *room, out[h], lse[h])
+            mine, other = owner[h, r], owner[h, min(r + 1, runs - 1)]
+            own = keys[h, start[h, mine] : start[h, mine + 1]]
+            following = keys[h, start[h, other] : start[h, other + 1] if other != mine else start[h, other]]
+            fresh = r == block * _TOGETHER or mine != owner[h, r - 1]
+            rows, keys_of = entries[h, r * RUN : (r + 2) * RUN], (k[key_place[h]], v[key_place[h]])
+            near = *keys_of, own, more, following, fresh
+            attend_rows(x[place[h]], rows, used[h, r], factor, *near, *room, out[h], lse[h])
 
 
 def _attend_driver(element):
@@ -216,18 +167,10 @@ _ATTEND_CUDA = {element: _attend_driver(np.dtype(element)) for element in (np.fl
 # --- stages ---
 
 
-class Sorted(NamedTuple):
-    """The keys and values of some heads in the order of their buckets, widened, and ROW_PADDING rows of zeros."""
-
-    buckets: Any  # `buckets.Buckets`
-    k: Any  # (heads, M + ROW_PADDING, D)
-    v: Any  # (heads, M + ROW_PADDING, padded(E))
-
-
 class Near(NamedTuple):
     """What is near to some queries by content."""
 
-    out: Any  # (heads, n, E): attention to the near keys alone
+    out: Any  # (heads, n, E): attention to the near keys alone; anything where lse is minus infinity
     lse: Any  # (heads, n)
     probes: Any  # (heads, n, most) int32: buckets, best first
     count: Any  # (heads,) int64: how many of the probes count; 0: nothing is near, not even the heavy keys
@@ -250,11 +193,11 @@ class Tried(NamedTuple):
     rows: Near
 
 
-def gather_rows(problem, source, place, which, columns=None, more=0):
-    """source[place[h], which[h, i]], widened; with zeros up to `columns`, and in so many rows more."""
-    device, (heads, n) = problem.device, which.shape
-    make = device.zeros if more else device.empty
-    out = make((heads, n + more, columns or source.shape[2]), problem.element)
+def gather_rows(problem, source, place, which, columns=None):
+    """source[place[h], which[h, i]], widened; with zeros up to `columns`."""
+    device = problem.device
+    make = device.empty if columns is None else device.zeros
+    out = make((*which.shape, columns or source.shape[2]), problem.element)
     device.run(_gather_cpu, _gather_cuda, which.shape[::-1], source, place, which, out)
     return out
 
@@ -270,50 +213,39 @@ def plain(problem, source, place):
 
 def by_bucket(problem, heads, pool, wished):
     """The heads' keys by bucket; `pool` are the columns of keys on the pilot rows, which keys, and how many."""
-    place = problem.key_heads(heads)
+    k, own = plain(problem, problem.k, problem.key_heads(heads))
     columns, keys, size = pool
-    k, own = plain(problem, problem.k, place)
-    found = build(problem, k, own, metric_of(problem, heads), columns, keys, size, wished)
-    return sort_keys(problem, place, found)
+    return build(problem, k, own, metric_of(problem, heads), columns, keys, size, wished)
 
 
-def tried(problem, heads, which, known, choices):
+def tried(problem, heads, which, buckets, choices):
     """A `Tried` of the queries `which (heads, n)` for each number of probes, rising; one after the other is used up."""
     device, count = problem.device, len(heads)
     x, own = gather_rows(problem, problem.q, problem.query_heads(heads), which), device.upload(np.arange(count))
-    buckets = known.buckets
     found = probes(problem, x, own, buckets, choices[-1])
     every = device.upload(np.full(count, choices[-1]))
-    for turn, (out, lse) in enumerate(_passes(problem, x, own, known, found, every)):
+    for turn, (out, lse) in enumerate(_passes(problem, heads, x, own, buckets, found, every)):
         if turn + 1 in choices:
             used = device.upload(np.full(count, turn + 1))
             yield Tried(turn + 1, Near(out, lse, found, used, buckets.bucket, buckets.heavy))
 
 
-def near(problem, heads, known, counts, most):
-    """The `Near` of all queries with counts[h] probes, `most` at most; `known` is the `Sorted` keys."""
+def near(problem, heads, buckets, counts, most):
+    """The `Near` of all queries with counts[h] probes, `most` at most."""
     x, place = plain(problem, problem.q, problem.query_heads(heads))
-    found = probes(problem, x, place, known.buckets, most)
-    out, lse = _attend(problem, x, place, known, found, counts)
-    return Near(out, lse, found, counts, known.buckets.bucket, known.buckets.heavy)
-
-
-def sort_keys(problem, place, found):
-    """Keys and values in the order of their buckets."""
-    k = gather_rows(problem, problem.k, place, found.keys, more=ROW_PADDING)
-    v = gather_rows(problem, problem.v, place, found.keys, padded(problem.shape[3]), ROW_PADDING)
-    return Sorted(found, k, v)
+    found = probes(problem, x, place, buckets, most)
+    *_, (out, lse) = _passes(problem, heads, x, place, buckets, found, counts)
+    return Near(out, lse, found, counts, buckets.bucket, buckets.heavy)
 
 
 def again(problem, heads, part):
-    """The sorted keys and the `Near` of all queries of a forward pass, from what it left (`residuals.LowRank`)."""
+    """The keys by bucket and the `Near` of all queries of a forward pass, from what it left (`residuals.LowRank`)."""
     if not part.order.shape[1]:
         return None, nothing(problem, len(heads))
     found = Buckets((), part.bucket, part.order, part.start, part.widest)
-    keys = sort_keys(problem, problem.key_heads(heads), found)
     x, place = plain(problem, problem.q, problem.query_heads(heads))
-    out, lse = _attend(problem, x, place, keys, part.probes, part.counts)
-    return keys, Near(out, lse, part.probes, part.counts, part.bucket, found.heavy)
+    *_, (out, lse) = _passes(problem, heads, x, place, found, part.probes, part.counts)
+    return found, Near(out, lse, part.probes, part.counts, part.bucket, found.heavy)
 
 
 def of_rows(device, near, which):
@@ -326,52 +258,43 @@ def of_rows(device, near, which):
     return near._replace(out=out, lse=lse, probes=probes)
 
 
-def _attend(problem, x, place, keys, probes, counts):
-    """Attention of the rows x[place[h]] to all that is near to them: `out (heads, n, E)` and `lse (heads, n)`.
-
-    The rows are sorted by their best bucket first: each pass reads and writes rows in the order of their buckets, and
-    those of neighbours in that order probe buckets near to each other. Unsorted a pass takes half as long again.
-    """
-    device, heads = problem.device, len(counts)
-    order = list_groups(device, probes, 0, keys.buckets.heavy + 1, unit=1).entries
-    sorted_probes = device.empty((*order.shape, probes.shape[2]), np.int32)
-    device.run(_follow_cpu, _follow_cuda, order.shape[::-1], probes, order, sorted_probes)
-    x, own = gather_rows(problem, x, place, order), device.upload(np.arange(heads))
-    *_, last = _passes(problem, x, own, keys, sorted_probes, counts)
-    out, lse = _nothing_seen(problem, heads, probes.shape[1])
-    device.run(_put_back_cpu, _put_back_cuda, order.shape[::-1], *last, order, out, lse)
-    return out, lse
-
-
-def _nothing_seen(problem, heads, n):
-    device, element = problem.device, problem.element
-    lowest = device.repeat(device.upload(np.full((heads, 1), -np.inf, element)), n).reshape(heads, n)
-    return device.zeros((heads, n, problem.shape[3]), element), lowest
-
-
-def _passes(problem, x, place, keys, probes, counts):
+def _passes(problem, heads, x, place, buckets, probes, counts):
     """Attention of the rows x[place[h]] to the heavy keys and the first bucket that they probe, then also to the next.
 
     Yields `out (heads, n, E)` and `lse (heads, n)` after each of them. Of the probes of head h only the first
     `counts (heads,)` count; with 0 not even the heavy keys do.
     """
-    device, (heads, n, most) = problem.device, probes.shape
-    out, lse = _nothing_seen(problem, heads, n)
+    device, element, (count, n, most) = problem.device, problem.element, probes.shape
+    out = device.empty((count, n, problem.shape[3]), element)  # is not read where nothing was seen
+    lse = device.repeat(device.upload(np.full((count, 1), -np.inf, element)), n).reshape(count, n)
+    keys = _keys(problem, heads, buckets)
     for turn in range(most):
-        lists = list_groups(device, probes, turn, keys.buckets.heavy + 1)
-        task = x, place, keys.k, keys.v, lists.entries, lists.owner, lists.used, keys.buckets.start, counts, turn
+        lists = list_groups(device, probes, turn, buckets.heavy + 1)
+        task = lists.entries, lists.owner, lists.used, buckets.start, counts, turn, problem.factor
         if device.name == "cpu":
-            _attend_cpu(*task, problem.factor, out, lse)
+            _attend_cpu(x, place, *keys, *task, out, lse)
         else:
-            lse = _attend_on_gpu(device, task, problem.factor, out, lse)
+            lse = _attend_on_gpu(device, (x, place), keys, task, out, lse)
         yield out, lse
 
 
-def _attend_on_gpu(device, task, factor, out, lse):
+def _keys(problem, heads, buckets):
+    """Keys and values: for the CPU as they lie, with their places and order; for the GPU in the order of their buckets.
+
+    The GPU's tiles are read row after row. The CPU asks for rows ahead, wherever they lie: a copy of all would be most
+    of the memory that a call needs, and memory that is new to a process is dear.
+    """
+    place = problem.key_heads(heads)
+    if problem.device.name == "cpu":
+        return problem.k, problem.v, place, buckets.keys
+    k = gather_rows(problem, problem.k, place, buckets.keys)
+    return k, gather_rows(problem, problem.v, place, buckets.keys, padded(problem.shape[3]))
+
+
+def _attend_on_gpu(device, queries, keys, task, out, lse):
     """The driver's launch; returns the new lse, for the blocks of one run read the old one side by side."""
-    new_lse = device.take(lse, np.arange(len(lse)))
-    x, _, k, v, _, owner = task[:6]
+    new_lse, owner = device.take(lse, np.arange(len(lse))), task[1]
     columns = -(-out.shape[2] // tile.geometry(out.dtype).columns)
-    grid, vectors = (owner.shape[1], max(1, columns), len(owner)), tile.vectors(x, k, v, out)
-    device.run(None, _ATTEND_CUDA[out.dtype.type], grid, *task, factor, vectors, out, lse, new_lse)
+    grid, vectors = (owner.shape[1], max(1, columns), len(owner)), tile.vectors(queries[0], *keys, out)
+    device.run(None, _ATTEND_CUDA[out.dtype.type], grid, *queries, *keys, *task, vectors, out, lse, new_lse)
     return new_lse

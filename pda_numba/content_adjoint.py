@@ -14,7 +14,7 @@ from numba import prange
 
 from ._jit import cpu_kernel, cuda, cuda_kernel, shared
 from .grouping import RUN, list_groups
-from .kernels.scalar import exp2
+from .kernels.scalar import exp2, widen
 from .kernels.team import member, members, team_sum
 from .rows_adjoint import Gradients, rows_adjoint
 
@@ -30,7 +30,7 @@ def _gather_run(
     v,
     rows,
     used,
-    begin,
+    listed,
     count,
     lse,
     offset,
@@ -54,9 +54,9 @@ def _gather_run(
             offset_run[i] = offset[row]
     for j in range(count):
         for d in range(member(), x.shape[1], members()):
-            k_run[j, d] = k[begin + j, d]
+            k_run[j, d] = widen(k[listed[j], d])
         for e in range(member(), cotangent.shape[1], members()):
-            v_run[j, e] = v[begin + j, e]
+            v_run[j, e] = widen(v[listed[j], e])
 
 
 @shared
@@ -91,8 +91,8 @@ def _owe_target(out, out_lse, lse, used, d_target, cotangent, i):
     for e in range(member(), values, members()):
         value = cotangent.dtype.type(d_target[e])
         cotangent[i, e] = -value
-        own += np.float64(value) * np.float64(out[i, e]) if used else 0.0
-    return (team_sum(own) + d_target[values]) * np.float64(share) if used and lse < np.inf else 0.0
+        own += np.float64(value) * np.float64(out[i, e]) if share > 0 else 0.0
+    return (team_sum(own) + d_target[values]) * np.float64(share) if share > 0 else 0.0
 
 
 @shared
@@ -128,6 +128,8 @@ def _gather_runs_cpu(
     place,
     k,
     v,
+    key_place,
+    order,
     entries,
     owner,
     used,
@@ -152,9 +154,10 @@ def _gather_runs_cpu(
         begin, end = start[h, owner[h, r]], start[h, owner[h, r] + 1]
         live = used[h, r] if counts[h] > turn else 0
         keys[item] = end - begin if live else 0
-        rows = entries[h, r * width : (r + 1) * width], live, begin, keys[item], lse[h], offset[h], cotangent[h]
+        near = order[h, begin:end], keys[item], lse[h], offset[h], cotangent[h]
         run = q_run[item], k_run[item], v_run[item], lse_run[item], offset_run[item], cotangent_run[item]
-        _gather_run(x[place[h]], k[h], v[h], *rows, *run)
+        keys_of = k[key_place[h]], v[key_place[h]]
+        _gather_run(x[place[h]], *keys_of, entries[h, r * width : (r + 1) * width], live, *near, *run)
 
 
 @cpu_kernel
@@ -217,6 +220,8 @@ def _gather_runs_cuda(
     place,
     k,
     v,
+    key_place,
+    order,
     entries,
     owner,
     used,
@@ -242,9 +247,10 @@ def _gather_runs_cuda(
     count = end - begin if live else np.int64(0)
     if member() == 0:
         keys[item] = count
-    rows = entries[h, r * width : (r + 1) * width], live, begin, count, lse[h], offset[h], cotangent[h]
+    near = order[h, begin:end], count, lse[h], offset[h], cotangent[h]
     run = q_run[item], k_run[item], v_run[item], lse_run[item], offset_run[item], cotangent_run[item]
-    _gather_run(x[place[h]], k[h], v[h], *rows, *run)
+    keys_of = k[key_place[h]], v[key_place[h]]
+    _gather_run(x[place[h]], *keys_of, entries[h, r * width : (r + 1) * width], live, *near, *run)
 
 
 @cuda_kernel(64)
@@ -295,26 +301,27 @@ def _settle_queries_cuda(dq, place, out, squares):
 # --- stages ---
 
 
-def content_adjoint(problem, x, place, keys, near, lse, offset, cotangent, dq_place, dq, sums):
+def content_adjoint(problem, heads, x, place, buckets, near, lse, offset, cotangent, dq_place, dq, sums):
     """Add what rows owe to their near keys to dq[dq_place[h]], and to `sums`: the keys' and values' in sorted order.
 
     The rows x[place[h]] have the near field `near`; `lse`, `offset` (heads, n) and `cotangent (heads, n, E)` describe
     them as in `rows_adjoint`.
     """
-    device, groups = problem.device, keys.buckets.heavy + 1
-    heads, n, most = near.probes.shape
-    heavy = device.repeat(device.upload(np.full((heads, 1), keys.buckets.heavy, np.int32)), n).reshape(heads, n, 1)
+    device, groups = problem.device, buckets.heavy + 1
+    count, n, most = near.probes.shape
+    heavy = device.repeat(device.upload(np.full((count, 1), buckets.heavy, np.int32)), n).reshape(count, n, 1)
+    keys = problem.k, problem.v, problem.key_heads(heads), buckets.keys
     for turn in range(-1, most):
         lists = list_groups(device, *((heavy, 0) if turn < 0 else (near.probes, turn)), groups)
-        task = x, place, keys, lists, near.count, max(turn, 0), (lse, offset, cotangent)
+        task = x, place, keys, buckets, lists, near.count, max(turn, 0), (lse, offset, cotangent)
         _turn(problem, *task, dq_place, dq, sums)
 
 
-def _turn(problem, x, place, keys, lists, counts, turn, about, dq_place, dq, sums):
+def _turn(problem, x, place, keys, buckets, lists, counts, turn, about, dq_place, dq, sums):
     """One bucket of every row."""
     device, element, (heads, runs) = problem.device, problem.element, lists.owner.shape
-    widest, (_, _, d, e) = keys.buckets.widest, problem.shape
-    size, start, total = _RUNS[device.name], keys.buckets.start, heads * runs
+    widest, (_, _, d, e) = buckets.widest, problem.shape
+    size, start, total = _RUNS[device.name], buckets.start, heads * runs
     runs_of = lists.entries, lists.owner, lists.used
     for first in range(0, total, size):
         count = min(size, total - first)
@@ -323,7 +330,7 @@ def _turn(problem, x, place, keys, lists, counts, turn, about, dq_place, dq, sum
             k, v = device.empty((count, widest, d), element), device.empty((count, widest, e), element)
             lse, offset = (device.empty((count, RUN), element) for _ in range(2))
             own = lse, offset, cotangent, device.empty(count, np.int64)
-            task = x, place, keys.k, keys.v, *runs_of, start, counts, turn, first, *about, q, k, v, *own
+            task = x, place, *keys, *runs_of, start, counts, turn, first, *about, q, k, v, *own
             device.run(_gather_runs_cpu, _gather_runs_cuda, (count,), *task)
             every = np.arange(count)
             part = dataclasses.replace(

@@ -65,17 +65,17 @@ def _fill_piece(group, column, start, stop, counts, entries):
 
 @shared
 def _fill_runs(start, size, unit, entries, owner, used):
-    """Whose the runs are and how many rows they hold; -1 where a list has no row. By a team."""
-    groups = size.shape[0]
+    """Whose the runs are and how many rows they hold, if that is wanted; -1 where a list has no row. By a team."""
+    groups, runs = size.shape[0], owner.shape[0]
     for g in range(member(), groups, members()):
         for i in range(start[g] + size[g], start[g + 1]):
             entries[i] = -1
-        for r in range(start[g] // unit, start[g + 1] // unit):
+        for r in range(start[g] // unit, min(start[g + 1] // unit, runs)):
             owner[r] = g
             used[r] = min(unit, start[g] + size[g] - r * unit)
     for i in range(start[groups] + member(), entries.shape[0], members()):
         entries[i] = -1
-    for r in range(start[groups] // unit + member(), owner.shape[0], members()):
+    for r in range(start[groups] // unit + member(), runs, members()):
         owner[r] = 0
         used[r] = 0
 
@@ -144,7 +144,7 @@ class Lists(NamedTuple):
     entries: Any  # (heads, slots) int64: rows, -1 where there is none
     start: Any  # (heads, groups + 1) int64: where each list begins
     size: Any  # (heads, groups) int64
-    owner: Any  # (heads, runs) int64: the group of each run
+    owner: Any  # (heads, runs) int64: the group of each run; no runs where the unit is 1
     used: Any  # (heads, runs) int64: rows of each run
 
 
@@ -162,7 +162,7 @@ def list_groups(device, group, column, groups, unit=RUN):
     else:  # no more than this, whatever the groups are
         slots = (n // unit + min(n, groups) + 1) * unit if unit > 1 else n
     entries = device.empty((heads, slots), np.int64)
-    owner, used = (device.empty((heads, slots // unit), np.int64) for _ in range(2))
+    owner, used = (device.empty((heads, slots // unit if unit > 1 else 0), np.int64) for _ in range(2))
     device.run(_fill_cpu, _fill_cuda, (pieces, heads), group, column, piece, counts, entries)
     device.run(_fill_runs_cpu, _fill_runs_cuda, (heads,), start, size, unit, entries, owner, used)
     return Lists(entries, start, size, owner, used)

@@ -4,8 +4,7 @@
 
 Rows that look at the same centres should be neighbours in the order in which they are worked on (`by_neighbourhood`):
 those of a panel, or of a block, are all compared with the centres of every node that one of them looks at, as one dense
-product, and keep what is theirs. What a row has found is kept beside it, best first, so that more centres can be looked
-through later.
+product, and keep what is theirs.
 """
 
 import numpy as np
@@ -51,18 +50,43 @@ def _looks_at(beam, row, node):
 
 
 @shared
-def _collect(beam, row, nodes, count):
-    """The nodes of a row's beam into the list, which stays sorted; returns how many there are now."""
+def _collect(beam, row, lane, marks, nodes, count):
+    """The nodes of a row's beam into the list, and its lane into their `marks`; returns how many there are now."""
     for s in range(beam.shape[1]):
-        node, p = beam[row, s], count
-        while p > 0 and nodes[p - 1] > node:
-            p -= 1
-        if node >= 0 and (p == 0 or nodes[p - 1] != node):
-            for i in range(count, p, -1):
-                nodes[i] = nodes[i - 1]
-            nodes[p] = node
-            count += 1
+        node = beam[row, s]
+        if node >= 0:
+            if marks[node] == 0:
+                nodes[count] = node
+                count += 1
+            marks[node] |= np.uint32(1) << np.uint32(lane)
     return count
+
+
+@shared
+def _sort_nodes(nodes, count):
+    for i in range(1, count):
+        node, p = nodes[i], i
+        while p > 0 and nodes[p - 1] > node:
+            nodes[p] = nodes[p - 1]
+            p -= 1
+        nodes[p] = node
+
+
+@shared
+def _allow(marks, node, allowed):
+    """0 for the lanes that a node's marks name, minus infinity for the others; the marks are cleared."""
+    outside, inside = -allowed.dtype.type(np.inf), allowed.dtype.type(0)
+    for lane in range(allowed.shape[0]):
+        allowed[lane] = inside if marks[node] >> np.uint32(lane) & np.uint32(1) else outside
+    marks[node] = 0
+
+
+@shared
+def _begin(best, own, given):
+    """Nothing found yet, but a centre that is `given`."""
+    best[:], own[:] = -np.inf, -1
+    if given >= 0:
+        best[0], own[0] = np.inf, given
 
 
 @shared
@@ -77,7 +101,23 @@ def _look_through(begin, end, centres, bias, queries, products, allowed, best, f
 
 @shared
 def _probe_panel(
-    x, rows, count, beam, ranges, factor, centres, bias, scores, found, queries, products, allowed, best, own, nodes
+    x,
+    rows,
+    count,
+    beam,
+    ranges,
+    factor,
+    centres,
+    bias,
+    given,
+    found,
+    queries,
+    products,
+    allowed,
+    best,
+    own,
+    marks,
+    nodes,
 ):
     width, most = lane_count(products), found.shape[1]
     for lane in range(width):
@@ -85,25 +125,20 @@ def _probe_panel(
         if ahead >= 0:
             prefetch(x, ahead)
             prefetch(beam, ahead)
-            prefetch(scores, ahead)
             prefetch(found, ahead)
-        row = rows[min(lane, count - 1)]
-        pack_query(queries, lane, x, row, factor)
-        for p in range(most):
-            best[p, lane], own[p, lane] = scores[row, p], found[row, p]
+        pack_query(queries, lane, x, rows[min(lane, count - 1)], factor)
+    _begin(best, own, given)
     total = 0
     for lane in range(count):
-        total = _collect(beam, rows[lane], nodes, total)
+        total = _collect(beam, rows[lane], lane, marks, nodes, total)
+    _sort_nodes(nodes, total)  # of equal scores the first stays first, in whatever order the rows come
     for i in range(total):
-        node = nodes[i]
-        for lane in range(width):
-            mine = lane < count and _looks_at(beam, rows[min(lane, count - 1)], node)
-            allowed[lane] = 0 if mine else -np.inf
-        begin, end = ranges[node, 0], ranges[node, 1]
+        _allow(marks, nodes[i], allowed)
+        begin, end = ranges[nodes[i], 0], ranges[nodes[i], 1]
         _look_through(begin, end, centres, bias, queries, products, allowed, best, own)
     for lane in range(count):
         for p in range(most):
-            scores[rows[lane], p], found[rows[lane], p] = best[p, lane], own[p, lane]
+            found[rows[lane], p] = own[p, lane]
 
 
 @shared
@@ -127,21 +162,21 @@ def _neighbourhoods_cpu(beam, shades, out):
 
 
 @cpu_kernel
-def _probe_cpu(x, place, entries, beam, ranges, factor, centres, bias, scores, found):
+def _probe_cpu(x, place, entries, beam, ranges, factor, centres, bias, given, found):
     heads, n = entries.shape
     width, most, runs = lane_count(centres), found.shape[2], (n + RUN - 1) // RUN
     for item in prange(heads * runs):
         h, r = item // runs, item % runs
-        queries = np.zeros((x.shape[2], width), scores.dtype)
-        products, allowed = np.empty((TILE, width), scores.dtype), np.empty(width, scores.dtype)
-        best, own = np.empty((most, width), scores.dtype), np.empty((most, width), np.int32)
-        nodes = np.empty(width * beam.shape[2] + 1, np.int32)
+        queries = np.zeros((x.shape[2], width), centres.dtype)
+        products, allowed = np.empty((TILE, width), centres.dtype), np.empty(width, centres.dtype)
+        best, own = np.empty((most, width), centres.dtype), np.empty((most, width), np.int32)
+        marks, nodes = np.zeros(ranges.shape[1], np.uint32), np.empty(width * beam.shape[2], np.int32)
         used = _rows_of(entries[h, r * RUN : min((r + 1) * RUN, n)])
         for first in range(0, used, width):
             rows = entries[h, r * RUN + first : (r + 2) * RUN]  # and some of the next
-            task = rows, min(width, used - first), beam[h], ranges[h], factor, centres[h], bias[h]
-            room = queries, products, allowed, best, own, nodes
-            _probe_panel(x[place[h]], *task, scores[h], found[h], *room)
+            task = rows, min(width, used - first), beam[h], ranges[h], factor, centres[h], bias[h], given
+            room = queries, products, allowed, best, own, marks, nodes
+            _probe_panel(x[place[h]], *task, found[h], *room)
 
 
 # --- CUDA drivers ---
@@ -157,10 +192,10 @@ def _neighbourhoods_cuda(beam, shades, out):
 def _probe_driver(element):
     """One block for RUN rows: a thread has the best of its own row."""
     a, keys, columns_at_once, block, depth, rows_of_buffers, piece_size = tile.geometry(element)
-    threads, slots = tile.THREADS, BEAM * tile.THREADS
+    threads, slots, nothing = tile.THREADS, BEAM * tile.THREADS, element.type(-np.inf)
 
     @cuda_kernel(tile.THREADS, tile.PRODUCT_BLOCKS)
-    def probe_cuda(x, place, entries, beam, ranges, factor, centres, bias, vectors, scores, found):
+    def probe_cuda(x, place, entries, beam, ranges, factor, centres, bias, given, vectors, found):
         t, h = cuda.threadIdx.x, cuda.blockIdx.y
         first = cuda.blockIdx.x * threads
         if entries[h, first] < 0:
@@ -179,7 +214,9 @@ def _probe_driver(element):
         inside = first + t < entries.shape[1] and entries[h, min(first + t, entries.shape[1] - 1)] >= 0
         row, last = entries[h, first + t if inside else first], found.shape[2] - 1
         for p in range(last + 1):
-            best[p, t], centre[p, t] = scores[h, row, p], found[h, row, p]
+            best[p, t], centre[p, t] = nothing, np.int32(-1)
+        if given >= 0:
+            best[0, t], centre[0, t] = -nothing, np.int32(given)
         for s in range(BEAM):
             node = beam[h, row, s] if s < beam.shape[2] else np.int32(-1)
             nodes[s * threads + t] = node if node >= 0 else np.int32(_NO_NODE)
@@ -208,7 +245,7 @@ def _probe_driver(element):
                         best[p, t], centre[p, t] = score, np.int32(j + c)
         if inside:
             for p in range(last + 1):
-                scores[h, row, p], found[h, row, p] = best[p, t], centre[p, t]
+                found[h, row, p] = centre[p, t]
 
     return probe_cuda
 
@@ -216,14 +253,6 @@ def _probe_driver(element):
 _PROBE_CUDA = {element: _probe_driver(np.dtype(element)) for element in (np.float32, np.float64)}
 
 # --- stage ---
-
-
-def nothing_found(device, element, heads, n, count, given=()):
-    """The state of `n` rows that will keep `count` centres and have looked at none yet, but have the `given` ones."""
-    scores, found = np.full((1, count), -np.inf, element), np.full((1, count), -1, np.int32)
-    scores[0, : len(given)], found[0, : len(given)] = np.inf, given
-    scores, found = (device.repeat(device.upload(x), heads * n) for x in (scores, found))
-    return scores.reshape(heads, n, count), found.reshape(heads, n, count)
 
 
 def by_neighbourhood(device, beam, nodes):
@@ -238,15 +267,19 @@ def by_neighbourhood(device, beam, nodes):
     return list_groups(device, group, 0, nodes * shades, unit=1).entries
 
 
-def probe(device, x, place, factor, entries, beam, ranges, centres, bias, scores, found):
-    """Look through the centres of the nodes in each row's `beam (heads, n, nodes)`.
+def probe(device, x, place, factor, entries, beam, ranges, centres, bias, count, given=-1):
+    """The best centres of the nodes in each row's `beam (heads, n, nodes)`: (heads, n, count) int32, best first.
 
     The rows of head h are x[place[h]], in the order of `entries (heads, n)`, -1 behind the last; `ranges (heads, nodes,
-    2)` of the centres `(heads, C padded, D)` with `bias (heads, C)`. Updates `scores` and `found`, (heads, n, count).
+    2)` of the centres `(heads, C padded, D)` with `bias (heads, C)`. -1 is none; `given` is a centre that every row
+    keeps, before the best.
     """
-    task = x, place, entries, beam, ranges, factor, centres, bias
+    heads, n, _ = beam.shape
+    found = device.repeat(device.upload(np.full((1, count), -1, np.int32)), heads * n).reshape(heads, n, count)
+    task = x, place, entries, beam, ranges, factor, centres, bias, given
     if device.name == "cpu":
-        _probe_cpu(*task, scores, found)
+        _probe_cpu(*task, found)
     else:
         grid, vectors = (-(-entries.shape[1] // RUN), len(place)), tile.vectors(x, centres)
-        device.run(None, _PROBE_CUDA[centres.dtype.type], grid, *task, vectors, scores, found)
+        device.run(None, _PROBE_CUDA[centres.dtype.type], grid, *task, vectors, found)
+    return found

@@ -179,7 +179,7 @@ def _kept_content(device, solved, most):
     if not most or solved.by_bucket is None:
         none = device.empty((heads, 1, 1), np.int32), device.zeros(heads, np.int64)
         return *none, device.empty((heads, 0, 1), np.int32), *(device.empty((heads, 0), np.int64) for _ in range(2)), 0
-    n, buckets = near.probes.shape[1], solved.by_bucket.buckets
+    n, buckets = near.probes.shape[1], solved.by_bucket
     probes = device.columns(near.probes.reshape(heads * n, -1), most).reshape(heads, n, most)
     return probes, near.count, buckets.bucket, buckets.keys, buckets.start, buckets.widest
 

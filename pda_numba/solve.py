@@ -72,7 +72,7 @@ class Solved:
     table: Any
     window: Any  # -1 for none
     near: Any  # `content.Near` of all queries
-    by_bucket: Any  # `content.Sorted`, where a near field by content was tried; else None
+    by_bucket: Any  # `buckets.Buckets`, where a near field by content was tried; else None
     temperature: Any
     weight: Any  # of the sample's rows
     ridge: Any  # relative to the largest squared singular value
@@ -158,7 +158,7 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
             device.run(_fall_cpu, _fall_cuda, (1,), half.loo, full.loo, fall)
     # of the one window
     table, ridge, loo, row_error, row_leverage = (x.reshape(count, *x.shape[2:]) for x in full)
-    chosen = best.window, near, known.keys, best.temperature
+    chosen = best.window, near, known.buckets, best.temperature
     model = best.keys, best.found, basis, projection, best.tiles, table, *chosen, weight, ridge
     return Solved(sample, *model, loo, fall, row_error, row_leverage)
 

@@ -21,13 +21,13 @@ from .kernels.scalar import widen
 from .kernels.simd import padded
 from .kernels.team import member, members, part, sum_before
 from .metric import see
-from .probe import nothing_found, probe
+from .probe import probe
 
 _STEPS, _THIN = 1, 4  # steps, each with one in so many keys
 _ENOUGH = 16  # keys of a centre that are sampled at least: with fewer, keys that are alone find no centre of their own
-_ROOT = 3  # times the even fan-out is the root's
+_ROOT = 2  # times the even fan-out is the root's
 _FLAT, _TWO, _THREE = 256, 2**13, 2**19  # most buckets under one, two and three levels of centres
-_PIECES = 64  # of the centres, on the CPU
+_PIECES, _BESIDE = 64, 16  # of the centres, on the CPU, and how many of one piece lie beside each other
 
 # --- bodies ---
 
@@ -73,7 +73,7 @@ def _move_centre(k, entries, start, size, sums, centre):
     for d in range(member(), k.shape[1], members()):
         sums[d] = 0.0
     for i in range(start, start + size):
-        prefetch(k, entries[min(i + AHEAD, start + size - 1)])
+        prefetch(k, max(entries[min(i + AHEAD, entries.shape[0] - 1)], 0))  # the next centre's keys come next
         for d in range(member(), k.shape[1], members()):
             sums[d] += np.float64(widen(k[entries[i], d]))
     for d in range(member(), k.shape[1] if size > 0 else 0, members()):
@@ -109,9 +109,10 @@ def _move_centres_cpu(k, place, entries, start, size, sums, centres):
     heads, count = size.shape
     pieces = min(_PIECES, count)
     for item in prange(heads * pieces):
-        h, first = item // pieces, item % pieces
-        for c in range(first, count, pieces):  # not those beside each other: the last ones have no keys
-            _move_centre(k[place[h]], entries[h], start[h, c], size[h, c], sums[h, c], centres[h, c])
+        h, piece = item // pieces, item % pieces
+        for first in range(piece * _BESIDE, count, pieces * _BESIDE):  # the last centres of all have no keys
+            for c in range(first, min(first + _BESIDE, count)):
+                _move_centre(k[place[h]], entries[h], start[h, c], size[h, c], sums[h, c], centres[h, c])
 
 
 @serial_kernel
@@ -223,10 +224,9 @@ def split(problem, k, place, metric, label, lists, target):
     few = device.empty((heads, m // thin), np.int64)
     device.run(_thin_cpu, _thin_cuda, (heads,), lists.entries, thin, few)
     for step in range(_STEPS + 1):
-        nearness, found = nothing_found(device, element, heads, m, 1)
         entries = few if step < _STEPS else lists.entries
         see(device, metric, centres, seen, bias)
-        probe(device, k, place, element.type(1), entries, label, ranges, seen, bias, nearness, found)
+        found = probe(device, k, place, element.type(1), entries, label, ranges, seen, bias, 1)
         if step < _STEPS:
             move_centres(problem, k, place, list_groups(device, found, 0, count, unit=1), centres)
     return ranges, centres, found

@@ -226,7 +226,7 @@ class Trial(NamedTuple):
 class Known(NamedTuple):
     """What is known of the heads' keys by bucket, and of which heads."""
 
-    keys: Any  # `content.Sorted`, None where no head asks
+    buckets: Any  # `buckets.Buckets`, None where no head asks
     tried: np.ndarray  # (heads,) bool
 
 
@@ -253,8 +253,8 @@ def peaked(problem, heads, wished, pool):
 
 def look_again(problem, heads, wished, pool, known, again):
     """The same for the heads `again` as well."""
-    keys = content.by_bucket(problem, heads, pool, wished) if known.keys is None else known.keys
-    return Known(keys, known.tried | again)
+    buckets = content.by_bucket(problem, heads, pool, wished) if known.buckets is None else known.buckets
+    return Known(buckets, known.tried | again)
 
 
 def _has_buckets(problem, wished):
@@ -268,7 +268,7 @@ def best_of(problem, heads, sample, pools, known, rows, weight, setting):
     the rows (which, outputs, lse), of `weight`, or all alike if that is None. Waits for the device, if both are tried.
     """
     task, device = (rows, weight, setting), problem.device
-    if known.keys is None:
+    if known.buckets is None:
         return choose(problem, heads, sample, next(pools), None, *task), known.tried & False
     near = choose(problem, heads, sample, next(pools), known, *task)
     if 0 not in setting.wished.probes:
@@ -316,7 +316,7 @@ def _hide(problem, heads, which, pool, known, wished):
     """No weight in the pool's columns for what would be near to the rows `which` anyway."""
     if known is None:
         return
-    device, (columns, candidates, size), buckets = problem.device, pool, known.keys.buckets
+    device, (columns, candidates, size), buckets = problem.device, pool, known.buckets
     x, own = content.gather_rows(problem, problem.q, problem.query_heads(heads), which), np.arange(len(heads))
     least = next(p for p in wished.probes if p)
     found = content.probes(problem, x, device.upload(own), buckets, least)
@@ -347,9 +347,9 @@ def put(device, source, places, into):
 
 def near_of(problem, heads, best, known, wished):
     """The near field by content of all queries, where a head has chosen one."""
-    if known.keys is None or (problem.device.name == "cpu" and not best.probes.any()):
+    if known.buckets is None or (problem.device.name == "cpu" and not best.probes.any()):
         return content.nothing(problem, len(heads))
-    return content.near(problem, heads, known.keys, best.probes, wished.probes[-1])
+    return content.near(problem, heads, known.buckets, best.probes, wished.probes[-1])
 
 
 def _targets(problem, heads, which, exact, lse, known, setting):
@@ -362,7 +362,7 @@ def _targets(problem, heads, which, exact, lse, known, setting):
     around = {p: device.repeat(device.upload(np.array([w])), len(heads)) for p, w in windows.items()}
     kinds = [far(problem, heads, which, exact, lse, around[0], None)] if 0 in around else []
     choices = [p for p in around if p]
-    for near in content.tried(problem, heads, which, known.keys, choices) if choices else ():
+    for near in content.tried(problem, heads, which, known.buckets, choices) if choices else ():
         kinds.append(far(problem, heads, which, exact, lse, around[near.most], near.rows))
     target = device.concatenate([x.reshape(which.size, *x.shape[2:]) for x in kinds])
     return target.reshape(*which.shape, *target.shape[1:]), [(w, p) for p, own in windows.items() for w in own]

@@ -27,7 +27,7 @@ def by_bucket(problem, size=8, heavy=3, probes=3, seed=0):
 def near_keys(keys, near, h):
     """Which keys are near to which queries."""
     found = (near.probes[h][:, :, None] == near.bucket[h][:, 0]).any(axis=1)
-    return found | (near.bucket[h][:, 0] == keys.buckets.heavy)
+    return found | (near.bucket[h][:, 0] == keys.heavy)
 
 
 def sizes():
@@ -62,7 +62,7 @@ def test_every_key_is_in_one_bucket(levels, monkeypatch):
     for kind in ("clustered", "duplicated", "gaussian"):
         problem = flat(*make(kind, 900, seed=2))
         columns, keys, near = by_bucket(problem, size=16, heavy=5)
-        found = keys.buckets
+        found = keys
         assert len(found.levels) == levels
         order, start, bucket = found.keys[0], found.start[0], found.bucket[0, :, 0]
         np.testing.assert_array_equal(np.sort(order), np.arange(900))
@@ -80,7 +80,7 @@ def test_probes_are_the_best_buckets():
     q, k, v = make("clustered", 400, d=12, seed=3)
     problem = flat(q, k, v)
     _, keys, near = by_bucket(problem, size=16)
-    start, order = keys.buckets.start[0], keys.buckets.keys[0]
+    start, order = keys.start[0], keys.keys[0]
     own = [order[a:b] for a, b in itertools.pairwise(start[:-1])]
     means = np.stack([k[i].astype(float).mean(axis=0) if len(i) else np.zeros(12) for i in own])
     score = naive.logits(q, means) + np.log(np.maximum([len(i) for i in own], 1e-30))
@@ -113,7 +113,7 @@ def test_rows_with_the_same_beam_are_neighbours():
 def test_a_key_that_is_far_from_all_others_is_a_bucket_of_its_own():
     q, k, v = far_key()
     _, keys, _ = by_bucket(flat(q, k, v), size=32, heavy=0)
-    bucket = keys.buckets.bucket[0, :, 0]
+    bucket = keys.bucket[0, :, 0]
     assert (bucket == bucket[1234]).sum() == 1
 
 

@@ -5,7 +5,8 @@
 `panel` has it the other way round, queries in the lanes: each key then is read once for a whole panel, which pays if
 there are many keys. Here queries, values and outputs are read and written as they lie in memory, and what is transposed
 are the keys of a tile, once for all queries that look at it. Results go on from what a query has seen already: its
-output and its lse. While a block of queries is worked on, the rows of the next are asked for.
+output and its lse. While a block of queries is worked on, the rows of the next are asked for, and some of the next
+tile's keys and values: all of them lie anywhere.
 """
 
 import numpy as np
@@ -23,17 +24,20 @@ TILE_STRIDE = TILE + 16  # no power of two: the rows of a tile would all be in t
 
 
 @shared
-def _load_keys(k, begin, stop, at, tile):
-    """Keys begin .. stop into the columns of `tile (D, TILE_STRIDE)` from `at` on."""
-    for j in range(stop - begin):
+def _load_keys(k, v, own, more, first, stop, tile, values):
+    """Keys first .. stop of those that `own` and `more` list into the columns of `tile`, their values into `values`."""
+    for j in range(first, stop):
+        row = own[j] if j < own.shape[0] else more[j - own.shape[0]]
         for d in range(k.shape[1]):
-            tile[d, at + j] = k[begin + j, d]
+            tile[d, j - first] = widen(k[row, d])
+        for e in range(v.shape[1]):
+            values[j - first, e] = widen(v[row, e])
 
 
 @shared
-def _ask_for(array, rows, first, part, parts):
-    """One of so many parts of the rows of the block that begins at `first`: at once they would have to queue."""
-    for i in range(first + part * NARROW_ROWS // parts, first + (part + 1) * NARROW_ROWS // parts):
+def _ask_for(array, rows, first, count, part, parts):
+    """One of so many parts of array[rows[first : first + count]]: asked for all at once they would have to queue."""
+    for i in range(first + part * count // parts, first + (part + 1) * count // parts):
         if i < rows.shape[0] and rows[i] >= 0:
             prefetch(array, rows[i])
 
@@ -68,9 +72,13 @@ def _share(tops, totals, before, now):
 
 @shared
 def _go_on(sums, r, before, now, out, row):
-    """What row r of a block has found beside what the query has seen already."""
-    for e in range(out.shape[1]):
-        out[row, e] = out[row, e] * before + sums[r, e] * now
+    """What row r of a block has found beside what the query has seen already, if anything."""
+    if before == 0:
+        for e in range(out.shape[1]):
+            out[row, e] = sums[r, e] * now
+    else:
+        for e in range(out.shape[1]):
+            out[row, e] = out[row, e] * before + sums[r, e] * now
 
 
 @shared
@@ -83,12 +91,12 @@ def _load_queries(x, rows, first, count, factor, lse, queries, seen):
 
 
 @shared
-def _score_block(tile, count, queries, x, rows, following, scores):
+def _score_block(tile, count, queries, scores, x, k, ahead):
     """Scores of a block of queries with the tile's keys; minus infinity up to whole vectors. How many columns."""
     depth, width = queries.shape[1], half_lanes(tile)
     columns = padded(count, width)
     for j in range(0, columns, width):
-        _ask_for(x, rows, following, j // width, columns // width)
+        _ask_for_next(x, k, ahead, j // width, columns // width)
         multiply_narrow(scores, j, TILE, queries, 0, depth, 1, tile, j, TILE_STRIDE, depth, False)
     for r in range(NARROW_ROWS):
         for j in range(count, columns):
@@ -97,49 +105,55 @@ def _score_block(tile, count, queries, x, rows, following, scores):
 
 
 @shared
-def _add_values(scores, v, begin, own, more, rest, out, rows, following, sums):
-    """sums = W V over the `own` values from `begin` on and the `rest` from `more` on."""
-    stride, columns, width = v.shape[1], sums.shape[1], half_lanes(sums)
+def _add_values(scores, values, count, sums, out, v, ahead):
+    """sums = W V."""
+    columns, width = sums.shape[1], half_lanes(sums)
     for e in range(0, columns, width):
-        _ask_for(out, rows, following, e // width, columns // width)
-        multiply_narrow(sums, e, columns, scores, 0, TILE, 1, v, begin * stride + e, stride, own, False)
-        if rest > 0:
-            multiply_narrow(sums, e, columns, scores, own, TILE, 1, v, more * stride + e, stride, rest, True)
+        _ask_for_next(out, v, ahead, e // width, columns // width)
+        multiply_narrow(sums, e, columns, scores, 0, TILE, 1, values, e, columns, count, False)
 
 
 @shared
-def _attend_tile(x, rows, used, factor, v, begin, own, more, rest, tile, queries, scores, sums, state, out, lse):
-    """To the `own` keys from `begin` on and the `rest` from `more` on, which are the tile's columns in this order."""
+def _ask_for_next(by_query, by_key, ahead, part, parts):
+    """One of so many parts of the next block's rows and of this block's share of the next tile's."""
+    rows, first, keys, begin, count = ahead
+    _ask_for(by_query, rows, first, NARROW_ROWS, part, parts)
+    _ask_for(by_key, keys, begin, count, part, parts)
+
+
+@shared
+def _attend_tile(x, rows, used, factor, k, v, following, count, tile, values, queries, scores, sums, state, out, lse):
+    """To the tile's `count` keys, while those that `following` lists are asked for."""
     tops, totals, before, now = state
+    share = (following.shape[0] * NARROW_ROWS + used - 1) // used
     for first in range(0, used, NARROW_ROWS):
-        count = min(NARROW_ROWS, used - first)
-        following = first + NARROW_ROWS if first + NARROW_ROWS < used else RUN
-        _load_queries(x, rows, first, count, factor, lse, queries, before)
-        columns = _score_block(tile, own + rest, queries, x, rows, following, scores)
+        present = min(NARROW_ROWS, used - first)
+        next_block = first + NARROW_ROWS if first + NARROW_ROWS < used else RUN
+        ahead = rows, next_block, following, first // NARROW_ROWS * share, share
+        _load_queries(x, rows, first, present, factor, lse, queries, before)
+        columns = _score_block(tile, count, queries, scores, x, k, ahead)
         _weigh_block(scores, columns, tops, totals)
-        _add_values(scores, v, begin, own, more, rest, out, rows, following, sums)
+        _add_values(scores, values, count, sums, out, v, ahead)
         _share(tops, totals, before, now)
-        for r in range(count):
+        for r in range(present):
             _go_on(sums, r, before[r], now[r], out, rows[first + r])
             lse[rows[first + r]] = log_sum(tops[r], totals[r])
 
 
 @shared
-def attend_rows(x, rows, used, factor, k, v, near, fresh, tile, queries, scores, sums, state, out, lse):
-    """The queries x[rows[:used]] to keys: near = begin, end, more, count are begin .. end and `count` from `more` on.
+def attend_rows(
+    x, rows, used, factor, k, v, own, more, following, fresh, tile, values, queries, scores, sums, state, out, lse
+):
+    """The queries x[rows[:used]] to the keys that `own` and `more` list; those in `following` come next.
 
-    `tile (D, TILE_STRIDE)` keeps the keys, which are loaded if they are `fresh` or more than it holds. Scratch are
-    `queries (NARROW_ROWS, D)`, `scores (NARROW_ROWS, TILE)`, `sums (NARROW_ROWS, whole vectors)`, and `state`, four
-    vectors of ROOM numbers. Behind the rows of `v` are some that may be read; behind the queries those of the next run.
+    `tile (D, TILE_STRIDE)` and `values (TILE, whole vectors)` keep the keys and values, which are loaded if they are
+    `fresh` or more than that holds. Scratch are `queries (NARROW_ROWS, D)`, `scores (NARROW_ROWS, TILE)`, `sums
+    (NARROW_ROWS, whole vectors)`, and `state`, four vectors of ROOM numbers. Behind the rows are those of the next run.
     """
-    begin, end, more, count = near
-    own = end - begin
-    for i in range(0, own + count if used > 0 else 0, TILE):
-        stop = min(i + TILE, own + count)
-        first, last, second = begin + min(i, own), begin + min(stop, own), more + max(i - own, 0)
-        rest = stop - i - (last - first)
-        if fresh or own + count > TILE:
-            _load_keys(k, first, last, 0, tile)
-            _load_keys(k, second, second + rest, last - first, tile)
-        part = first, last - first, second, rest
-        _attend_tile(x, rows, used, factor, v, *part, tile, queries, scores, sums, state, out, lse)
+    total = own.shape[0] + more.shape[0]
+    for first in range(0, total if used > 0 else 0, TILE):
+        count = min(TILE, total - first)
+        if fresh or total > TILE:
+            _load_keys(k, v, own, more, first, first + count, tile, values)
+        room = tile, values, queries, scores, sums, state
+        _attend_tile(x, rows, used, factor, k, v, following, count, *room, out, lse)

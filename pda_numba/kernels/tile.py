@@ -291,16 +291,17 @@ def scale_queries(acc, factors, t, a):
 
 @device_body
 def load_rows(acc, source, rows, factors, lowest, column, t, a):
-    """The rows of `source`, finite numbers, into the sums of their queries; zero where a factor is not above `lowest`.
+    """The rows of `source` into the sums of their queries; zero, whatever they are, where no factor is above `lowest`.
 
     Columns beyond the last repeat it: nobody writes them.
     """
     zero, last = acc.dtype.type(0), source.shape[1] - 1
     for y in range(a):
         i = block_query(y, t, a)
-        row, share = np.int64(rows[i]), zero + (factors[i] > lowest)
+        row, known = np.int64(rows[i]), factors[i] > lowest
         for x in range(a):
-            acc[x * a + y] = load(source, row, min(column + block_key(x, t, a), last)) * share
+            value = load(source, row, min(column + block_key(x, t, a), last))
+            acc[x * a + y] = value if known else zero
 
 
 @device_body
