@@ -18,7 +18,7 @@ import numpy as np
 from . import certify, plan
 from .adaptive import low_rank
 from .finish import Beside
-from .merge import merge, place_lse, place_rows
+from .merge import clear_around, merge, place_lse, place_rows
 from .parts import blocks, by_shape, layouts, part_ranges
 from .results import HeadResult
 from .rows import rows
@@ -134,19 +134,18 @@ def _exact_leaves(whole, found):
             _, lse, _ = rows(own, heads[run], out=whole.out[first : last + 1])
             problem.device.put(lse, np.arange(len(run)), run, whole.lse)
         if alone:
-            _nothing_yet(whole, own, alone)
+            _nothing_yet(whole, alone)
 
 
-def _nothing_yet(whole, problem, alone):
+def _nothing_yet(whole, alone):
     """Heads that one rectangle is all of: without weight before it comes, and 0 around it."""
-    device, n, places = problem.device, problem.shape[0], np.array(list(alone))
-    lowest = device.upload(np.full((1, n), -np.inf, problem.element))
+    problem, places = whole.problem, np.array(list(alone))
+    device = problem.device
+    lowest = device.upload(np.full((1, problem.shape[0]), -np.inf, problem.element))
     device.put(lowest, np.zeros(len(alone), int), places, whole.lse)
-    around = [np.r_[: r.query, r.query + r.queries : n] for r in alone.values()]
-    which, counts = _lists(around)
-    if which.size:
-        used = device.upload(counts)
-        rows(problem, whole.heads[places], device.upload(which), used=used, place=whole.out)
+    first, stop = np.array([[r.query, r.query + r.queries] for r in alone.values()]).T
+    task = (device.upload(np.ascontiguousarray(x)) for x in (whole.heads[places], first, stop))
+    clear_around(device, *task, whole.out)
 
 
 def _rectangles(whole, shape, members, low, keep):

@@ -56,6 +56,12 @@ def _place_row(values, i, out, row):
         out[row, e] = values[i, e]
 
 
+@shared
+def _clear_row(out, row):
+    for e in range(member(), out.shape[1], members()):
+        out[row, e] = 0
+
+
 # --- drivers ---
 
 
@@ -120,6 +126,22 @@ def _keep_leverage_cuda(state, leverage, out):
         _keep_leverage(state[h], leverage[h], i, out[h])
 
 
+@cpu_kernel
+def _clear_around_cpu(place, first, stop, out):
+    heads, n = len(place), out.shape[1]
+    for item in prange(heads * n):
+        h, i = item // n, item % n
+        if not first[h] <= i < stop[h]:
+            _clear_row(out[place[h]], i)
+
+
+@cuda_kernel(64)
+def _clear_around_cuda(place, first, stop, out):
+    i, h = cuda.blockIdx.x, cuda.blockIdx.y
+    if not first[h] <= i < stop[h]:
+        _clear_row(out[place[h]], i)
+
+
 # --- stages ---
 
 
@@ -148,3 +170,8 @@ def keep_leverage(device, state, leverage, out):
     """out (heads, N) = the leverages (heads, at least N), 0 where the bits of `state` say that a row is exact."""
     grid = -(-out.shape[1] // 64), len(out)
     device.run(_keep_leverage_cpu, _keep_leverage_cuda, grid, state, leverage, out)
+
+
+def clear_around(device, place, first, stop, out):
+    """0 in the rows before first[h] and from stop[h] on of out[place[h]]."""
+    device.run(_clear_around_cpu, _clear_around_cuda, (out.shape[1], len(place)), place, first, stop, out)
