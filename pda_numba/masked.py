@@ -126,7 +126,7 @@ def _exact_leaves(whole, found):
     for p, layout in enumerate(found):
         pattern[heads[layout.groups]] = p
     own = dataclasses.replace(problem, spans=spans, pattern=pattern)
-    alone = {int(p): layout.low[0] for layout in found if layout.alone for p in layout.groups.reshape(-1)}
+    alone = {int(p): layout for layout in found if layout.alone for p in layout.groups.reshape(-1)}
     some = np.array([p for p in range(len(heads)) if p not in alone], int)
     with whole.clock.stage("exact"):
         for run in np.split(some, np.flatnonzero(np.diff(heads[some]) != 1) + 1) if len(some) else ():
@@ -134,18 +134,21 @@ def _exact_leaves(whole, found):
             _, lse, _ = rows(own, heads[run], out=whole.out[first : last + 1])
             problem.device.put(lse, np.arange(len(run)), run, whole.lse)
         if alone:
-            _nothing_yet(whole, alone)
+            _around(whole, own, alone)
 
 
-def _nothing_yet(whole, alone):
-    """Heads that one rectangle is all of: without weight before it comes, and 0 around it."""
-    problem, places = whole.problem, np.array(list(alone))
-    device = problem.device
-    lowest = device.upload(np.full((1, problem.shape[0]), -np.inf, problem.element))
+def _around(whole, problem, alone):
+    """Heads whose low rank is one rectangle: no weight before it comes; the rows around it exact, 0 without keys."""
+    device, n, places = problem.device, problem.shape[0], np.array(list(alone))
+    lowest = device.upload(np.full((1, n), -np.inf, problem.element))
     device.put(lowest, np.zeros(len(alone), int), places, whole.lse)
-    first, stop = np.array([[r.query, r.query + r.queries] for r in alone.values()]).T
-    task = (device.upload(np.ascontiguousarray(x)) for x in (whole.heads[places], first, stop))
-    clear_around(device, *task, whole.out)
+    first, stop = np.array([(r.query, r.query + r.queries) for r in (layout.low[0] for layout in alone.values())]).T
+    heads, begin, end = whole.heads[places], device.upload(first.copy()), device.upload(stop.copy())
+    clear_around(device, device.upload(heads), begin, end, whole.out)
+    seen = [np.flatnonzero(layout.spans[:, 0] < layout.spans[:, 1]) for layout in alone.values()]
+    which, counts = _lists([rows[(rows < a) | (rows >= b)] for rows, a, b in zip(seen, first, stop, strict=True)])
+    if which.size:
+        rows(problem, heads, device.upload(which), used=device.upload(counts), place=whole.out)
 
 
 def _rectangles(whole, shape, members, low, keep):
