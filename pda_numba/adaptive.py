@@ -41,7 +41,8 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, besi
             break
         active, sample = active[left], sample.keep(left)
         previous = previous if previous is None else previous[left]
-        solved = solve(problem, active, sample, options, rank, results, clock, slope=not last)
+        task = problem, active, sample, options, rank, results, clock
+        solved = solve(*task, slope=not last, room=_own_part(out, active))
         certain = fixed or (last and options.method == "pda")
         hope = np.inf if certain else _HOPE * options.tol
         # The only wait for the device: what the step found out about every head.
@@ -80,6 +81,12 @@ def low_rank(problem, heads, options, ranks, ranges, out, clock, keep=None, besi
             break
         sample = solved.sample.keep(left)
     return [results[h] for h in heads]
+
+
+def _own_part(out, heads):
+    """The output of heads that lie side by side; None if others lie between them."""
+    first, stop = int(heads[0]), int(heads[-1]) + 1
+    return out[first:stop] if stop - first == len(heads) else None
 
 
 def _give_up(result, options, last):

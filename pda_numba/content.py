@@ -230,11 +230,11 @@ def tried(problem, heads, which, buckets, choices):
             yield Tried(turn + 1, Near(out, lse, found, used, buckets.bucket, buckets.heavy))
 
 
-def near(problem, heads, buckets, counts, most):
-    """The `Near` of all queries with counts[h] probes, `most` at most."""
+def near(problem, heads, buckets, counts, most, room=None):
+    """The `Near` of all queries with counts[h] probes, `most` at most; its output lies in `room`, if that is given."""
     x, place = plain(problem, problem.q, problem.query_heads(heads))
     found = probes(problem, x, place, buckets, most)
-    *_, (out, lse) = _passes(problem, heads, x, place, buckets, found, counts)
+    *_, (out, lse) = _passes(problem, heads, x, place, buckets, found, counts, room)
     return Near(out, lse, found, counts, buckets.bucket, buckets.heavy)
 
 
@@ -258,14 +258,15 @@ def of_rows(device, near, which):
     return near._replace(out=out, lse=lse, probes=probes)
 
 
-def _passes(problem, heads, x, place, buckets, probes, counts):
+def _passes(problem, heads, x, place, buckets, probes, counts, out=None):
     """Attention of the rows x[place[h]] to the heavy keys and the first bucket that they probe, then also to the next.
 
     Yields `out (heads, n, E)` and `lse (heads, n)` after each of them. Of the probes of head h only the first
     `counts (heads,)` count; with 0 not even the heavy keys do.
     """
     device, element, (count, n, most) = problem.device, problem.element, probes.shape
-    out = device.empty((count, n, problem.shape[3]), element)  # is not read where nothing was seen
+    if out is None:
+        out = device.empty((count, n, problem.shape[3]), element)  # is not read where nothing was seen
     lse = device.repeat(device.upload(np.full((count, 1), -np.inf, element)), n).reshape(count, n)
     keys = _keys(problem, heads, buckets)
     for turn in range(most):

@@ -111,8 +111,11 @@ def dear(problem, heads, sample, options, rank, clock):
         return trial.peaked(problem, heads, wished, _draw_pool(problem, heads, sample, rank, -1))
 
 
-def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=targets):
-    """Everything between the uniform rows and the output, at one rank; `far` says what the fit is to match."""
+def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=targets, room=None):
+    """Everything between the uniform rows and the output, at one rank; `far` says what the fit is to match.
+
+    `room (heads, N, E)`, if given, is where attention to the keys near by content may lie until the output does.
+    """
     device, count = problem.device, len(heads)
     basis, project_landmarks = device.empty((count, 0, problem.shape[2]), problem.element), None
     projection = device.empty(basis.shape, np.float64)
@@ -130,7 +133,7 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
         pools = _pools(problem, heads, sample, rank, apart, pool)
         best, _ = trial.best_of(problem, heads, sample, pools, known, uniform, None, setting)
     with clock.stage("near"):
-        near = trial.near_of(problem, heads, best, known, wished)
+        near = trial.near_of(problem, heads, best, known, wished, room)
     with clock.stage("leverage"):
         sample, drawn = _leverage_rows(problem, heads, sample, rank, best, basis, near, results)
     again = trial.few_have_keys_of_their_own(problem, wished, known.tried, drawn)
@@ -144,7 +147,7 @@ def solve(problem, heads, sample, options, rank, results, clock, *, slope, far=t
             other, better = trial.best_of(problem, heads, sample, pools, known, every, weight, setting)
             best = trial.put(device, other, np.flatnonzero(again & better), best)
         with clock.stage("near"):
-            near = trial.near_of(problem, heads, best, known, wished)
+            near = trial.near_of(problem, heads, best, known, wished, room)
     with clock.stage("fit"):
         own = content.of_rows(device, near, sample.rows)
         target = far(problem, heads, sample.rows, sample.out, sample.lse, best.window.reshape(count, 1), own)

@@ -345,11 +345,11 @@ def put(device, source, places, into):
     return into
 
 
-def near_of(problem, heads, best, known, wished):
-    """The near field by content of all queries, where a head has chosen one."""
+def near_of(problem, heads, best, known, wished, room):
+    """The near field by content of all queries, where a head has chosen one; its output lies in `room`, if not None."""
     if known.buckets is None or (problem.device.name == "cpu" and not best.probes.any()):
         return content.nothing(problem, len(heads))
-    return content.near(problem, heads, known.buckets, best.probes, wished.probes[-1])
+    return content.near(problem, heads, known.buckets, best.probes, wished.probes[-1], room)
 
 
 def _targets(problem, heads, which, exact, lse, known, setting):

@@ -166,10 +166,11 @@ def masked_calls():
     options = {"device": "cuda", "check_finite": False, "causal": True}
     fixed = options | {"method": "pda", "rank": 8, "tol": None}
     lengths, mask = {"key_lengths": 2000}, {"key_mask": rng.random(2200) < 0.9}
+    padded = fixed | lengths | {"causal": False, "query_lengths": 2000}
     for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
         arrays = [rng.standard_normal((2, 2200, 8)).astype(dtype) for _ in range(3)]
         ways = [fixed, fixed | mask, options | {"method": "exact"} | lengths]
-        ways += [fixed | {"proj_dim": 4}] if np.dtype(dtype).itemsize > 2 else []
+        ways += [fixed | {"proj_dim": 4}, padded] if np.dtype(dtype).itemsize > 2 else []
         for way in ways:
             for move in (np.asarray, _on_device) if np.dtype(dtype).name != "bfloat16" else (np.asarray,):
                 out, residuals = pda_numba.attention_forward(*map(move, arrays), **way)
