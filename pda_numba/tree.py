@@ -23,7 +23,7 @@ from .kernels.team import member, members, part, sum_before
 from .metric import see
 from .probe import probe
 
-_STEPS, _THIN = 1, 4  # steps, each with one in so many keys
+_STEPS, _THIN = 1, 4  # steps, each with one in so many keys at most
 _ENOUGH = 16  # keys of a centre that are sampled at least: with fewer, keys that are alone find no centre of their own
 _ROOT = 2  # times the even fan-out is the root's
 _FLAT, _TWO, _THREE = 256, 2**13, 2**19  # most buckets under one, two and three levels of centres
