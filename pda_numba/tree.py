@@ -27,7 +27,7 @@ _STEPS, _THIN = 1, 4  # steps, each with one in so many keys at most
 _ENOUGH = 16  # keys of a centre that are sampled at least: with fewer, keys that are alone find no centre of their own
 _ROOT = 2  # times the even fan-out is the root's
 _FLAT, _TWO, _THREE = 256, 2**13, 2**19  # most buckets under one, two and three levels of centres
-_PIECES, _BESIDE = 64, 16  # of the centres, on the CPU, and how many of one piece lie beside each other
+_PIECES, _BESIDE = 64, 16  # of the centres, on the CPU, and how many of one piece lie beside each other at most
 
 # --- bodies ---
 
@@ -108,10 +108,11 @@ def _thin_cpu(entries, every, out):
 def _move_centres_cpu(k, place, entries, start, size, sums, centres):
     heads, count = size.shape
     pieces = min(_PIECES, count)
+    beside = max(1, min(_BESIDE, count // pieces))  # every piece has some
     for item in prange(heads * pieces):
         h, piece = item // pieces, item % pieces
-        for first in range(piece * _BESIDE, count, pieces * _BESIDE):  # the last centres of all have no keys
-            for c in range(first, min(first + _BESIDE, count)):
+        for first in range(piece * beside, count, pieces * beside):  # the last centres of all have no keys
+            for c in range(first, min(first + beside, count)):
                 _move_centre(k[place[h]], entries[h], start[h, c], size[h, c], sums[h, c], centres[h, c])
 
 

@@ -61,8 +61,7 @@ def test_every_key_is_in_one_bucket(levels, monkeypatch):
         monkeypatch.setattr(tree, "_TWO", 4)
     for kind in ("clustered", "duplicated", "gaussian"):
         problem = flat(*make(kind, 900, seed=2))
-        columns, keys, near = by_bucket(problem, size=16, heavy=5)
-        found = keys
+        columns, found, near = by_bucket(problem, size=16, heavy=5)
         assert len(found.levels) == levels
         order, start, bucket = found.keys[0], found.start[0], found.bucket[0, :, 0]
         np.testing.assert_array_equal(np.sort(order), np.arange(900))
