@@ -1,7 +1,10 @@
 """How every kernel of the package is compiled: one policy, in one place.
 
 `shared`
-    A body that both devices inline: plain arithmetic on scalars and arrays, lazily typed.
+    A body of both devices: plain arithmetic on scalars and arrays, lazily typed.
+`inlined`
+    The same, for bodies that a pass calls in its inner loops: the CPU's compiler inlines these too. A call costs more
+    there than it seems, since every array is passed as seven numbers on the stack.
 `cpu_kernel`
     A driver for the CPU: `numba.njit(parallel=True)`, cached on disk, one at a time.
 `serial_kernel`
@@ -30,6 +33,7 @@ from numba.core import config, event
 from numba.extending import overload, register_jitable
 
 shared = register_jitable
+inlined = register_jitable(forceinline=True)
 
 # Numba's fallback threading layer ("workqueue") aborts the process when two Python threads enter parallel
 # code at once. A parallel kernel uses every core anyway, so nothing is lost by letting them in one by one.

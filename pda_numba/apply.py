@@ -13,7 +13,7 @@ Landmarks and near keys go through the same panel body as exact attention: the l
 import numpy as np
 from numba import prange
 
-from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from ._jit import cpu_kernel, cuda, cuda_kernel, inlined
 from .apply_tiles import apply_on_gpu
 from .content import nothing
 from .core_places import LEVERAGE_COLUMNS
@@ -37,7 +37,7 @@ from .products import check_padding
 # --- bodies ---
 
 
-@shared
+@inlined
 def _mask_band(scores, row, key, window, keys):
     """Minus infinity outside |i - j| <= window; queries row, row + 1, ... in the lanes, keys key, ... in the rows."""
     outside = -scores.dtype.type(np.inf)
@@ -46,7 +46,7 @@ def _mask_band(scores, row, key, window, keys):
             scores[j, x] = scores[j, x] if in_band(row + x, key + j, window) else outside
 
 
-@shared
+@inlined
 def load_probes(probes, row, count, names):
     """names[p, x] = the p-th bucket of query row + x; none in the lanes from `count` on."""
     for x in range(names.shape[1]):
@@ -54,7 +54,7 @@ def load_probes(probes, row, count, names):
             names[p, x] = probes[row + x, p] if x < count else np.int32(-2)
 
 
-@shared
+@inlined
 def mask_covered(scores, key, keys, bucket, heavy, names, used):
     """Minus infinity for keys that are near by content already: in the heavy keys' bucket, or in one of `names`."""
     outside = -scores.dtype.type(np.inf)
@@ -67,7 +67,7 @@ def mask_covered(scores, key, keys, bucket, heavy, names, used):
                 scores[j, x] = outside if names[p, x] == own else scores[j, x]
 
 
-@shared
+@inlined
 def _near_field(
     k,
     v,
@@ -106,7 +106,7 @@ def _near_field(
         sums[values, x] = total[x]
 
 
-@shared
+@inlined
 def _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums):
     """sums += table^T E over the landmarks."""
     for j in range(0, rank, TILE):
@@ -117,7 +117,7 @@ def _far_field(landmarks, table, rank, queries, scores, top, peak, total, sums):
         add_values(sums, table[j:], scores, keys)
 
 
-@shared
+@inlined
 def _begin_sums(out, lse, row, x, values, top, total, sums):
     """Lane x begins with what is known of a query: its output and lse over some of the keys."""
     if lse[row] > top[x]:
@@ -126,7 +126,7 @@ def _begin_sums(out, lse, row, x, values, top, total, sums):
             sums[e, x] = out[row, e]
 
 
-@shared
+@inlined
 def _normalise(sums, values, low, high, share, square):
     """Sums to outputs, in place; what they were multiplied by, and the outputs' squared lengths."""
     for x in range(lane_count(sums)):
@@ -138,7 +138,7 @@ def _normalise(sums, values, low, high, share, square):
             square[x] = add_square(square[x], sums[e, x])
 
 
-@shared
+@inlined
 def _add_leverage(sums, values, share, square):
     square[:] = 0
     for g in range(values + 1, values + 1 + LEVERAGE_COLUMNS):
@@ -146,7 +146,7 @@ def _add_leverage(sums, values, share, square):
             square[x] = add_square(square[x], sums[g, x] * share[x])
 
 
-@shared
+@inlined
 def _apply_range(
     q,
     k,

@@ -11,7 +11,7 @@ import numpy as np
 from numba import prange
 
 from . import draw
-from ._jit import cpu_kernel, cuda, cuda_kernel, shared
+from ._jit import cpu_kernel, cuda, cuda_kernel, inlined
 from .grouping import RUN, list_groups
 from .kernels import tile
 from .kernels.best import keep_best
@@ -29,7 +29,7 @@ _SHADES = 256  # sets of nodes that are told apart among those with the same lea
 # --- bodies ---
 
 
-@shared
+@inlined
 def _neighbourhood(beam, row, shades):
     """A number that rows which look at the same nodes have in common: the least node, and a hash of all."""
     least, mixed = beam[row, 0], np.uint64(0)
@@ -41,7 +41,7 @@ def _neighbourhood(beam, row, shades):
     return np.int32(least * shades + np.int64(mixed % np.uint64(shades))) if least >= 0 else np.int32(-1)
 
 
-@shared
+@inlined
 def _looks_at(beam, row, node):
     found = False
     for s in range(beam.shape[1]):
@@ -49,7 +49,7 @@ def _looks_at(beam, row, node):
     return found
 
 
-@shared
+@inlined
 def _collect(beam, row, lane, marks, nodes, count):
     """The nodes of a row's beam into the list, and its lane into their `marks`; returns how many there are now."""
     for s in range(beam.shape[1]):
@@ -62,7 +62,7 @@ def _collect(beam, row, lane, marks, nodes, count):
     return count
 
 
-@shared
+@inlined
 def _sort_nodes(nodes, count):
     for i in range(1, count):
         node, p = nodes[i], i
@@ -72,7 +72,7 @@ def _sort_nodes(nodes, count):
         nodes[p] = node
 
 
-@shared
+@inlined
 def _allow(marks, node, allowed):
     """0 for the lanes that a node's marks name, minus infinity for the others; the marks are cleared."""
     outside, inside = -allowed.dtype.type(np.inf), allowed.dtype.type(0)
@@ -81,7 +81,7 @@ def _allow(marks, node, allowed):
     marks[node] = 0
 
 
-@shared
+@inlined
 def _begin(best, own, given):
     """Nothing found yet, but a centre that is `given`."""
     best[:], own[:] = -np.inf, -1
@@ -89,7 +89,7 @@ def _begin(best, own, given):
         best[0], own[0] = np.inf, given
 
 
-@shared
+@inlined
 def _look_through(begin, end, centres, bias, queries, products, allowed, best, found):
     """A panel of rows, in the lanes, against the centres begin .. end."""
     for j in range(begin, end, TILE):
@@ -99,7 +99,7 @@ def _look_through(begin, end, centres, bias, queries, products, allowed, best, f
             keep_best(products, c, bias[j + c], allowed, np.int32(j + c), best, found)
 
 
-@shared
+@inlined
 def _probe_panel(
     x,
     rows,
@@ -141,7 +141,7 @@ def _probe_panel(
             found[rows[lane], p] = own[p, lane]
 
 
-@shared
+@inlined
 def _rows_of(entries):
     """How many rows of a run there are: -1 is none."""
     count = entries.shape[0]

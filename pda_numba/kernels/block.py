@@ -11,7 +11,7 @@ tile's keys and values: all of them lie anywhere.
 
 import numpy as np
 
-from .._jit import shared
+from .._jit import inlined
 from ..grouping import RUN
 from .fold import largest_of, sum_of
 from .panel import TILE, larger, log_sum, weight
@@ -23,7 +23,7 @@ ROOM = 32  # rows in the vectors of a block's state, though it has fewer: loops 
 TILE_STRIDE = TILE + 16  # no power of two: the rows of a tile would all be in the same few lines of the cache
 
 
-@shared
+@inlined
 def _load_keys(k, v, own, more, first, stop, tile, values):
     """Keys first .. stop of those that `own` and `more` list into the columns of `tile`, their values into `values`."""
     for j in range(first, stop):
@@ -34,15 +34,17 @@ def _load_keys(k, v, own, more, first, stop, tile, values):
             values[j - first, e] = widen(v[row, e])
 
 
-@shared
+@inlined
 def _ask_for(array, rows, first, count, part, parts):
     """One of so many parts of array[rows[first : first + count]]: asked for all at once they would have to queue."""
-    for i in range(first + part * count // parts, first + (part + 1) * count // parts):
-        if i < rows.shape[0] and rows[i] >= 0:
+    some = (count + parts - 1) // parts
+    begin = first + part * some
+    for i in range(begin, min(begin + some, first + count, rows.shape[0])):
+        if rows[i] >= 0:
             prefetch(array, rows[i])
 
 
-@shared
+@inlined
 def _weigh_block(scores, columns, tops, totals):
     """Scores to weights 2^(s - max s), in place; the rows' maxima and sums."""
     for r in range(NARROW_ROWS):
@@ -55,7 +57,7 @@ def _weigh_block(scores, columns, tops, totals):
         totals[r] = sum_of(scores, r, columns)
 
 
-@shared
+@inlined
 def _share(tops, totals, before, now):
     """What rows have seen and what they see now, as shares of both; `tops` and `totals` become those of both.
 
@@ -70,7 +72,7 @@ def _share(tops, totals, before, now):
         tops[r], totals[r] = peak, whole
 
 
-@shared
+@inlined
 def _go_on(sums, r, before, now, out, row):
     """What row r of a block has found beside what the query has seen already, if anything."""
     if before == 0:
@@ -81,7 +83,7 @@ def _go_on(sums, r, before, now, out, row):
             out[row, e] = out[row, e] * before + sums[r, e] * now
 
 
-@shared
+@inlined
 def _load_queries(x, rows, first, count, factor, lse, queries, seen):
     for r in range(count):
         row = rows[first + r]
@@ -90,7 +92,7 @@ def _load_queries(x, rows, first, count, factor, lse, queries, seen):
             queries[r, d] = widen(x[row, d]) * factor
 
 
-@shared
+@inlined
 def _score_block(tile, count, queries, scores, x, k, ahead):
     """Scores of a block of queries with the tile's keys; minus infinity up to whole vectors. How many columns."""
     depth, width = queries.shape[1], half_lanes(tile)
@@ -104,7 +106,7 @@ def _score_block(tile, count, queries, scores, x, k, ahead):
     return columns
 
 
-@shared
+@inlined
 def _add_values(scores, values, count, sums, out, v, ahead):
     """sums = W V."""
     columns, width = sums.shape[1], half_lanes(sums)
@@ -113,7 +115,7 @@ def _add_values(scores, values, count, sums, out, v, ahead):
         multiply_narrow(sums, e, columns, scores, 0, TILE, 1, values, e, columns, count, False)
 
 
-@shared
+@inlined
 def _ask_for_next(by_query, by_key, ahead, part, parts):
     """One of so many parts of the next block's rows and of this block's share of the next tile's."""
     rows, first, keys, begin, count = ahead
@@ -121,7 +123,7 @@ def _ask_for_next(by_query, by_key, ahead, part, parts):
     _ask_for(by_key, keys, begin, count, part, parts)
 
 
-@shared
+@inlined
 def _attend_tile(x, rows, used, factor, k, v, following, count, tile, values, queries, scores, sums, state, out, lse):
     """To the tile's `count` keys, while those that `following` lists are asked for."""
     tops, totals, before, now = state
@@ -140,7 +142,7 @@ def _attend_tile(x, rows, used, factor, k, v, following, count, tile, values, qu
             lse[rows[first + r]] = log_sum(tops[r], totals[r])
 
 
-@shared
+@inlined
 def attend_rows(
     x, rows, used, factor, k, v, own, more, following, fresh, tile, values, queries, scores, sums, state, out, lse
 ):

@@ -12,7 +12,7 @@ Scores are in units of log 2: the factor scale * log2(e) is applied to the queri
 
 import math
 
-from .._jit import shared
+from .._jit import inlined
 from .scalar import exp2, fma, widen
 from .simd import ROW_PADDING, ROWS, lane_count, multiply_block
 
@@ -22,29 +22,29 @@ PANELS = 8  # panels that share a tile, one after the other
 # --- the online softmax, one number at a time ---
 
 
-@shared
+@inlined
 def larger(a, b):
     return a if a > b else b
 
 
-@shared
+@inlined
 def weight(score, top):
     return exp2(score - top)
 
 
-@shared
+@inlined
 def log_sum(top, total):
     """log2 of the sum of 2^s_j."""
     return top + math.log2(total)
 
 
-@shared
+@inlined
 def in_band(query, key, window):
     """Does the near field of a query hold a key?"""
     return query - key <= window and key - query <= window
 
 
-@shared
+@inlined
 def covered(bucket, heavy, probes, count):
     """Does the content near field of a query, with so many of its probes, hold the keys of a bucket?"""
     found = bucket == heavy
@@ -53,23 +53,23 @@ def covered(bucket, heavy, probes, count):
     return found
 
 
-@shared
+@inlined
 def clipped(x, low, high):
     return min(max(x, low), high)
 
 
-@shared
+@inlined
 def is_kept(x, low, high):
     """Was an output left as it is, not clipped?"""
     return low <= x <= high
 
 
-@shared
+@inlined
 def add_square(total, x):
     return fma(x, x, total)
 
 
-@shared
+@inlined
 def slope(weight, product, offset):
     """ds_j = w_j (g . v_j + c): what a score does to the result, by the cotangent g of the row."""
     return weight * (product + offset)
@@ -78,7 +78,7 @@ def slope(weight, product, offset):
 # --- panels ---
 
 
-@shared
+@inlined
 def load_tile(tile, source, start, count):
     """Rows start .. start + count of `source` into `tile`, widened; the rest of the tile is zero."""
     columns = source.shape[1]
@@ -91,14 +91,14 @@ def load_tile(tile, source, start, count):
         tile[i, :] = 0
 
 
-@shared
+@inlined
 def pack_query(panel, lane, source, row, factor):
     """Query `row` into one lane, times `factor`."""
     for d in range(source.shape[1]):
         panel[d, lane] = widen(source[row, d]) * factor
 
 
-@shared
+@inlined
 def multiply_keys(scores, tile, queries, count):
     """scores[j, :] = k_j . q for the `count` keys of a tile."""
     width = tile.shape[1]
@@ -106,7 +106,7 @@ def multiply_keys(scores, tile, queries, count):
         multiply_block(scores, j, tile, j * width, width, 1, queries, queries.shape[0], False)
 
 
-@shared
+@inlined
 def add_values(sums, tile, weights, count):
     """sums += V^T w over the `count` keys of a tile."""
     width = tile.shape[1]
@@ -114,7 +114,7 @@ def add_values(sums, tile, weights, count):
         multiply_block(sums, e, tile, e, 1, width, weights, count, True)
 
 
-@shared
+@inlined
 def pack_rows(rows, panel, columns):
     """A panel (columns, lanes) transposed: column c of query x into rows[c // lanes, x, c % lanes]."""
     width = lane_count(panel)
@@ -123,7 +123,7 @@ def pack_rows(rows, panel, columns):
             rows[c // width, x, c % width] = panel[c, x]
 
 
-@shared
+@inlined
 def add_outer(sums, weights, first, count, rows):
     """sums[p, j] += sum_x w_jx rows[p, x] for the `count` keys whose weights begin at row `first`."""
     width = lane_count(weights)
@@ -132,7 +132,7 @@ def add_outer(sums, weights, first, count, rows):
             multiply_block(sums[p], j, weights, (first + j) * width, width, 1, rows[p], width, True)
 
 
-@shared
+@inlined
 def raise_top(top, peak, total, sums, scores, count):
     """Raise the running maximum to cover a tile's scores; rescale what was summed so far (`peak` is scratch)."""
     for x in range(lane_count(top)):
@@ -162,7 +162,7 @@ def raise_top(top, peak, total, sums, scores, count):
                 sums[e, x] *= peak[x]
 
 
-@shared
+@inlined
 def weigh(scores, top, total, count):
     """Scores to weights 2^(s - top), in place; their sum is added to `total`."""
     j = 0

@@ -23,8 +23,11 @@ def _prefetch(typingctx, array, i):
         kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
         ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         size = builder.mul(below[0], cgutils.unpack_tuple(builder, found.shape)[1]) if below else i64(1)
-        with cgutils.for_range_slice(builder, i64(0), size, i64(_LINE), i64) as (at, _):
-            builder.call(ask, [builder.gep(start, [at]), i32(0), i32(3), i32(1)])  # to be read, soon, data
+        first = builder.ptrtoint(start, i64)
+        last = builder.add(first, size)
+        line = builder.and_(first, i64(-_LINE))  # a row of four lines that begins within one lies in five
+        with cgutils.for_range_slice(builder, line, last, i64(_LINE), i64) as (at, _):
+            builder.call(ask, [builder.inttoptr(at, byte), i32(0), i32(3), i32(1)])  # to be read, soon, data
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen

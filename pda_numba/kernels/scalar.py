@@ -38,6 +38,8 @@ _F64 = (
 )
 _F32_LOW, _F32_HIGH = np.float32(-126.0), np.float32(127.0)
 _F64_LOW, _F64_HIGH = -1022.0, 1023.0
+# Added to a small number these leave the nearest integer in the last bits, which a conversion would take longer for.
+_F32_SHIFT, _F64_SHIFT = np.float32(1.5 * 2**23), np.float64(1.5 * 2**52)
 
 
 def fma(a, b, c):
@@ -67,18 +69,18 @@ def _exp2_by_type(x):
 
 @shared
 def _exp2_float32(x):
-    # x = n + f with |f| <= 1/2: 2^x = 2^f * 2^n, and n goes straight into the exponent bits.
+    # x = n + f with |f| <= 1/2: 2^x = 2^f * 2^n, and n goes straight from the last bits of a sum into the exponent's.
     y = _F32_LOW if x < _F32_LOW else x
     y = _F32_HIGH if y > _F32_HIGH else y
-    n = np.float32(math.floor(y + np.float32(0.5)))
-    f = y - n
+    shifted = y + _F32_SHIFT
+    f = y - (shifted - _F32_SHIFT)
     p = fma(f, _F32[5], _F32[4])
     p = fma(f, p, _F32[3])
     p = fma(f, p, _F32[2])
     p = fma(f, p, _F32[1])
     p = fma(f, p, _F32[0])
     p = fma(f, p, np.float32(1.0))
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    power = np.int32((np.float32(shifted).view(np.int32) + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(0.0) if x < _F32_LOW else p * power
 
 
@@ -86,8 +88,8 @@ def _exp2_float32(x):
 def _exp2_float64(x):
     y = _F64_LOW if x < _F64_LOW else x
     y = _F64_HIGH if y > _F64_HIGH else y
-    n = float(math.floor(y + 0.5))
-    f = y - n
+    shifted = y + _F64_SHIFT
+    f = y - (shifted - _F64_SHIFT)
     p = fma(f, _F64[10], _F64[9])
     p = fma(f, p, _F64[8])
     p = fma(f, p, _F64[7])
@@ -99,7 +101,7 @@ def _exp2_float64(x):
     p = fma(f, p, _F64[1])
     p = fma(f, p, _F64[0])
     p = fma(f, p, 1.0)
-    power = np.int64((np.int64(n) + np.int64(1023)) << np.int64(52)).view(np.float64)
+    power = np.int64((np.float64(shifted).view(np.int64) + np.int64(1023)) << np.int64(52)).view(np.float64)
     return 0.0 if x < _F64_LOW else p * power
 
 
