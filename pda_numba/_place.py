@@ -6,6 +6,8 @@ they write. Heads keep their numbers, on which the random draws depend: only the
 `OnHost`     NumPy arrays, computed on the CPU.
 `InPlace`    Arrays on a GPU, computed there without a copy.
 `Streamed`   NumPy arrays, computed on a GPU (`_streamed`).
+
+A place that is `blank` has a buffer that is zero where nothing has been written: memory that no one touches is free.
 """
 
 import dataclasses
@@ -20,10 +22,13 @@ from .gpu import open_stream
 from .scan import find_ranges, scan_array
 
 
-def place(device, problem, shape, dtype, out):
-    """The place for a call: `device` is "cpu" or "cuda", `shape` and `dtype` are those of its output."""
+def place(device, problem, shape, dtype, out, blank):
+    """The place for a call: `device` is "cpu" or "cuda", `shape` and `dtype` are those of its output.
+
+    On the CPU it is `blank`, if that is wished for and can be.
+    """
     if device == "cpu":
-        return OnHost(problem, shape, dtype, out)
+        return OnHost(problem, shape, dtype, out, blank)
     kind = InPlace if isinstance(problem.q, _arrays.Stacks) else Streamed
     return kind(problem, shape, dtype, out)
 
@@ -46,13 +51,13 @@ class OnHost:
 
     device = CPU
 
-    def __init__(self, problem, shape, dtype, out):
+    def __init__(self, problem, shape, dtype, out, blank):
         self.problem, self.shape, self.dtype, self.given = problem, shape, dtype, out
         flat = (len(problem.query_head), *shape[-2:])
         direct = dtype == problem.element and (out is None or out.flags.c_contiguous)
-        self.out = np.empty(shape, dtype) if out is None else out.view(np.ndarray)
+        self.out = (np.zeros if blank else np.empty)(shape, dtype) if out is None else out.view(np.ndarray)
         self.buffer = self.out.reshape(flat) if direct else np.empty(flat, problem.element)
-        self.direct = direct
+        self.direct, self.blank = direct, blank and direct and out is None
 
     def scan(self, check_finite, seen=None):
         return find_ranges(self.problem, self.dtype, check_finite=check_finite, seen=seen)
@@ -102,6 +107,8 @@ class GpuOutput:
 
 class InPlace:
     """Arrays on the GPU, computed there on the caller's stream."""
+
+    blank = False
 
     def __init__(self, problem, shape, dtype, out):
         given = problem.q.array

@@ -23,11 +23,11 @@ from .kernels.panel import (
     add_values,
     clipped,
     in_band,
-    load_tile,
     log_sum,
     multiply_keys,
     pack_query,
     raise_top,
+    tile_of,
     weigh,
 )
 from .kernels.simd import lane_count, lanes, padded
@@ -92,16 +92,14 @@ def _near_field(
     stop = min(row + count + window, k.shape[0])
     for j in range(max(row - window, 0), stop, TILE):
         keys = min(TILE, stop - j)
-        load_tile(key_tile, k, j, keys)
-        multiply_keys(scores, key_tile, queries, keys)
+        multiply_keys(scores, tile_of(key_tile, k, j, keys), queries, keys)
         _mask_band(scores, row, j, window, keys)
         if used:
             mask_covered(scores, j, keys, bucket, heavy, names, used)
         raise_top(top, peak, total, sums, scores, keys)
         weigh(scores, top, total, keys)
         if values:
-            load_tile(value_tile, v, j, keys)
-            add_values(sums, value_tile, scores, keys)
+            add_values(sums, tile_of(value_tile, v, j, keys), scores, keys)
     for x in range(lane_count(total)):
         sums[values, x] = total[x]
 

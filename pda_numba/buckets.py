@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
+from ._jit import cpu_kernel, cuda, cuda_kernel, inlined, serial_kernel, shared
 from .grouping import list_groups
 from .kernels.panel import add_square
 from .kernels.scalar import widen
@@ -34,13 +34,21 @@ _MOST_SINGLES, _SINGLE_SHARE = 4096, 64  # singles at most, and as a share of th
 # --- bodies ---
 
 
-@shared
+@inlined
 def _residual(k, i, centres, c):
-    """|k - c|^2 of a key and its centre; 0 of a key without one."""
-    total = centres.dtype.type(0)
-    for d in range(k.shape[1] if c >= 0 else 0):
-        total = add_square(total, widen(k[i, d]) - centres[c, d])
-    return total
+    """|k - c|^2 of a key and its centre; 0 of a key without one. Four sums: each step of one waits for the last."""
+    zero, columns = centres.dtype.type(0), k.shape[1] if c >= 0 else 0
+    first, second, third, fourth, d = zero, zero, zero, zero, 0
+    while d + 4 <= columns:
+        first = add_square(first, widen(k[i, d]) - centres[c, d])
+        second = add_square(second, widen(k[i, d + 1]) - centres[c, d + 1])
+        third = add_square(third, widen(k[i, d + 2]) - centres[c, d + 2])
+        fourth = add_square(fourth, widen(k[i, d + 3]) - centres[c, d + 3])
+        d += 4
+    while d < columns:
+        first = add_square(first, widen(k[i, d]) - centres[c, d])
+        d += 1
+    return (first + second) + (third + fourth)
 
 
 @shared

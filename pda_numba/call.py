@@ -124,7 +124,7 @@ def _where_to_run(wish, problem, chosen):
 def _home(call):
     """(place, reason): where the call runs in the end."""
     device, reason = call.where
-    target = call.problem, call.shape, call.dtype, call.out
+    target = call.problem, call.shape, call.dtype, call.out, bool(call.mask)
     home = place(device, *target)
     if call.device != "auto" or not isinstance(home, Streamed):
         return home, reason
@@ -171,18 +171,18 @@ def _compute(home, call, clock, check_finite, measure, progress, keep):
         known = ranges if ranks or measure or call.mask else None
         groups = home.groups(size, memory)
         if call.mask:
-            _masked_groups(groups, results, call, known, clock, total, keep)
+            _masked_groups(groups, results, call, known, clock, total, keep, home.blank)
         else:
             _in_groups(groups, results, call.options, ranks, known, clock, total, keep)
     return results, ranges
 
 
-def _masked_groups(groups, results, call, ranges, clock, total, keep):
+def _masked_groups(groups, results, call, ranges, clock, total, keep, blank):
     """All heads under the call's mask, in groups. Fills `results`."""
     with contextlib.closing(groups):
         for heads, problem, buffer in _with_progress(groups, total):
             kept = keep and (lambda *task: keep(masked_residuals(*task)))
-            task = problem, heads, call.mask, call.options, ranges, buffer, clock, judge_heads, kept
+            task = problem, heads, call.mask, call.options, ranges, buffer, clock, judge_heads, kept, blank
             for head, result in zip(heads, masked_attention(*task), strict=True):
                 results[head] = result
 

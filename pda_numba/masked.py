@@ -43,13 +43,14 @@ class Whole:
     judged: np.ndarray  # (heads,) bool: heads that are one rectangle of low rank, certified as such
     ranges: Any
     clock: Any
+    blank: bool  # the output is 0 where nothing has been written
 
 
-def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, keep=None):
+def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, keep=None, blank=False):
     """Fill `out (all heads, N, E)` for `heads`; returns a HeadResult each.
 
     `judge(problem, heads, out, n_rows, ranges, leverage)` is the certificate of an output; `keep`, if given, is told
-    what the gradients need.
+    what the gradients need. `blank` says that `out` is 0.
     """
     device, n = problem.device, problem.shape[0]
     lse = device.empty((len(heads), n), problem.element)
@@ -57,7 +58,7 @@ def masked_attention(problem, heads, mask, options, ranges, out, clock, judge, k
     results = [HeadResult(method="exact", reason=reason, row_share=1.0) for _ in heads]
     seen = seen_problem(problem, heads, mask)
     leverage, judged = device.zeros(lse.shape, lse.dtype), np.zeros(len(heads), bool)
-    whole = Whole(seen, heads, mask, options, out, lse, leverage, results, judged, ranges, clock)
+    whole = Whole(seen, heads, mask, options, out, lse, leverage, results, judged, ranges, clock, blank)
     found, kept = layouts(seen, heads, mask, options), []
     _exact_leaves(whole, found)
     for which in ("low", "rest"):
@@ -144,7 +145,8 @@ def _around(whole, problem, alone):
     device.put(lowest, np.zeros(len(alone), int), places, whole.lse)
     first, stop = np.array([(r.query, r.query + r.queries) for r in (layout.low[0] for layout in alone.values())]).T
     heads, begin, end = whole.heads[places], device.upload(first.copy()), device.upload(stop.copy())
-    clear_around(device, device.upload(heads), begin, end, whole.out)
+    if not whole.blank:
+        clear_around(device, device.upload(heads), begin, end, whole.out)
     seen = [np.flatnonzero(layout.spans[:, 0] < layout.spans[:, 1]) for layout in alone.values()]
     which, counts = _lists([rows[(rows < a) | (rows >= b)] for rows, a, b in zip(seen, first, stop, strict=True)])
     if which.size:

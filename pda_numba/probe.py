@@ -14,13 +14,12 @@ from . import draw
 from ._jit import cpu_kernel, cuda, cuda_kernel, inlined
 from .grouping import RUN, list_groups
 from .kernels import tile
-from .kernels.best import keep_best
+from .kernels.best import MOST, keep_best
 from .kernels.panel import TILE, multiply_keys, pack_query
 from .kernels.prefetch import AHEAD, prefetch
 from .kernels.simd import lane_count
 from .kernels.team import barrier, member, members
 
-MOST = 16  # centres that a row can keep
 BEAM = 8  # nodes in a row's beam at most
 _NO_NODE = np.iinfo(np.int32).max
 _ONE, _MIX, _HIGH = np.uint64(1), np.uint64(0x9E3779B97F4A7C15), np.uint64(20)  # of a multiplicative hash
@@ -95,8 +94,7 @@ def _look_through(begin, end, centres, bias, queries, products, allowed, best, f
     for j in range(begin, end, TILE):
         count = min(TILE, end - j)
         multiply_keys(products, centres[j:], queries, count)
-        for c in range(count):
-            keep_best(products, c, bias[j + c], allowed, np.int32(j + c), best, found)
+        keep_best(products, count, bias, j, allowed, best, found)
 
 
 @inlined
@@ -262,6 +260,8 @@ def by_neighbourhood(device, beam, nodes):
     2.2 times in the order of the best node.
     """
     heads, n, _ = beam.shape
+    if nodes == 1:
+        return device.repeat(device.upload(np.arange(n)[None]), heads)
     shades, group = max(1, min(_SHADES, n // nodes)), device.empty((heads, n, 1), np.int32)
     device.run(_neighbourhoods_cpu, _neighbourhoods_cuda, (-(-n // 64), heads), beam, shades, group)
     return list_groups(device, group, 0, nodes * shades, unit=1).entries

@@ -27,7 +27,7 @@ from .kernels.panel import (
     weigh,
     weight,
 )
-from .kernels.simd import lane_count, lanes, padded
+from .kernels.simd import half_lanes, lane_count, lanes, padded
 from .kernels.span import add_seen, hide_unseen, inside, is_finite, outside, place_spans, spoil_of, spread
 from .kernels.team import barrier, member, members
 from .problem import Problem
@@ -77,7 +77,7 @@ def _attend(q, k, v, which, h, first, count, start, stop, factor, spans, place, 
     top = np.full((used, width), np.finfo(element).min / 2, element)
     total = np.zeros((used, width), element)
     tile_total, peak = np.empty(width, element), np.empty(width, element)
-    scores = np.empty((TILE, width), element)
+    scores = np.zeros((TILE, width), element)
     key_tile, value_tile = np.empty((TILE, depth), element), np.empty((TILE, values), element)
     lows, highs = np.empty((used, width), np.int64), np.empty((used, width), np.int64)
     task = spans, start, stop, queries, lows, highs
@@ -90,7 +90,8 @@ def _attend(q, k, v, which, h, first, count, start, stop, factor, spans, place, 
             seen = not spans.shape[0] or inside(lows[p], highs[p], j, keys)
             if not seen and outside(lows[p], highs[p], j, keys):
                 continue
-            multiply_keys(scores, key_tile, queries[p], keys)
+            few = count - p * width <= half_lanes(out)
+            multiply_keys(scores, key_tile, queries[p], keys, few)
             if not seen:
                 hide_unseen(scores, lows[p], highs[p], j, keys, -element.type(np.inf))
             raise_top(top[p], peak, total[p], sums[p], scores, keys)
@@ -98,7 +99,7 @@ def _attend(q, k, v, which, h, first, count, start, stop, factor, spans, place, 
             weigh(scores, top[p], tile_total, keys)
             total[p] += tile_total
             if seen or is_finite(value_tile, keys):
-                add_values(sums[p], value_tile, scores, keys)
+                add_values(sums[p], value_tile, scores, keys, few)
             else:
                 add_seen(sums[p], value_tile, scores, lows[p], highs[p], j, keys)
             if mass.shape[0]:

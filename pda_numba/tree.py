@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from ._jit import cpu_kernel, cuda, cuda_kernel, serial_kernel, shared
+from ._jit import cpu_kernel, cuda, cuda_kernel, inlined, serial_kernel, shared
 from .grouping import list_groups
 from .kernels.prefetch import AHEAD, prefetch
 from .kernels.scalar import widen
@@ -67,15 +67,16 @@ def _log_size(size):
     return math.log2(float(size)) if size > 0 else -np.inf
 
 
-@shared
+@inlined
 def _move_centre(k, entries, start, size, sums, centre):
     """A centre to the mean of its keys, if there are any. By a team."""
     for d in range(member(), k.shape[1], members()):
         sums[d] = 0.0
     for i in range(start, start + size):
         prefetch(k, max(entries[min(i + AHEAD, entries.shape[0] - 1)], 0))  # the next centre's keys come next
+        key = entries[i]  # read in the loop below it would keep this from becoming vectors
         for d in range(member(), k.shape[1], members()):
-            sums[d] += np.float64(widen(k[entries[i], d]))
+            sums[d] += np.float64(widen(k[key, d]))
     for d in range(member(), k.shape[1] if size > 0 else 0, members()):
         centre[d] = sums[d] / size
 

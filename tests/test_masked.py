@@ -263,6 +263,22 @@ def test_a_padded_sequence_is_certified_like_one_alone():
         assert abs(int(own) - int(alone.rows)) <= PDA["rank"] + 2
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_padding_is_zero_in_an_output_of_the_callers(order):
+    """New memory is zero already and is left alone; the caller's, and what is copied to it, is cleared."""
+    lengths = np.array([1500, 700])
+    q, k, v = (np.stack([x, x])[:, None] for x in problems.make("decaying", 1500, d=16, e=8, seed=3))
+    options = {"query_lengths": lengths, "key_lengths": lengths, "return_info": True, **PDA}
+    fresh, info = attention(q, k, v, **options)
+    assert (info.method == "pda").all()
+    given = np.full(fresh.shape, np.nan, np.float32, order=order)
+    assert attention(q, k, v, out=given, **options)[0] is given
+    np.testing.assert_array_equal(given, fresh)
+    for b, length in enumerate(lengths):
+        assert (fresh[b, 0, length:] == 0).all()
+        assert np.abs(fresh[b, 0, :length]).min(axis=0).max() > 0
+
+
 def test_the_error_of_any_output_under_a_mask(make):
     options, seen = make(700, 800, 2)
     if "exact_rows" in options:

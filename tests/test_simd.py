@@ -4,8 +4,18 @@ import numba
 import numpy as np
 import pytest
 
-from pda_numba.kernels.fold import largest_of, sum_of
-from pda_numba.kernels.simd import ROW_PADDING, ROWS, VECTOR_BYTES, dot, lane_count, lanes, multiply_block, padded
+from pda_numba.kernels.fold import largest_of_rows, sum_of_rows
+from pda_numba.kernels.simd import (
+    NARROW_ROWS,
+    ROW_PADDING,
+    ROWS,
+    VECTOR_BYTES,
+    dot,
+    lane_count,
+    lanes,
+    multiply_block,
+    padded,
+)
 
 
 @numba.njit
@@ -101,20 +111,25 @@ def test_nan_and_infinity_pass_through():
 
 
 @numba.njit
-def _folded(panel, row, columns):
-    return largest_of(panel, row, columns), sum_of(panel, row, columns)
+def _folded(panel, columns, largest, totals):
+    largest_of_rows(panel, columns, largest)
+    sum_of_rows(panel, columns, totals)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_row_is_folded(dtype):
+def test_rows_are_folded(dtype):
     rng = np.random.default_rng(0)
     width = lanes(dtype) // 2
-    panel = rng.normal(size=(3, 5 * width)).astype(dtype)
+    panel = rng.normal(size=(NARROW_ROWS, 5 * width)).astype(dtype)
+    largest, totals = np.full(NARROW_ROWS + 1, 7, dtype), np.full(NARROW_ROWS + 1, 7, dtype)
     for columns in (width, 2 * width, 3 * width, 5 * width):
-        some = panel[1, :columns]
-        largest, total = _folded(panel, 1, columns)
-        assert largest == some.max()
+        some = panel[:, :columns]
+        _folded(panel, columns, largest, totals)
+        assert (largest[:-1] == some.max(1)).all()
         # each number takes part in at most so many additions
-        assert abs(total - some.sum(dtype=np.float64)) <= 2 * width * np.finfo(dtype).eps * np.abs(some).sum()
+        allowed = 2 * width * np.finfo(dtype).eps * np.abs(some).sum(1)
+        assert (np.abs(totals[:-1] - some.sum(1, dtype=np.float64)) <= allowed).all()
     panel[1, 3] = -np.inf
-    assert _folded(panel, 1, width)[0] == panel[1, :width].max()
+    _folded(panel, width, largest, totals)
+    assert largest[1] == panel[1, :width].max()
+    assert largest[-1] == totals[-1] == 7  # nothing is written behind the rows

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._jit import inlined
 from ..grouping import RUN
-from .fold import largest_of, sum_of
+from .fold import largest_of_rows, sum_of_rows
 from .panel import TILE, larger, log_sum, weight
 from .prefetch import prefetch
 from .scalar import widen
@@ -47,14 +47,12 @@ def _ask_for(array, rows, first, count, part, parts):
 @inlined
 def _weigh_block(scores, columns, tops, totals):
     """Scores to weights 2^(s - max s), in place; the rows' maxima and sums."""
-    for r in range(NARROW_ROWS):
-        tops[r] = largest_of(scores, r, columns)
+    largest_of_rows(scores, columns, tops)
     for r in range(NARROW_ROWS):
         top = tops[r]
         for x in range(columns):
             scores[r, x] = weight(scores[r, x], top)
-    for r in range(NARROW_ROWS):
-        totals[r] = sum_of(scores, r, columns)
+    sum_of_rows(scores, columns, totals)
 
 
 @inlined

@@ -1,7 +1,8 @@
-"""The largest of a row's numbers, and their sum, for the CPU: written as explicit vectors, which are folded in halves.
+"""The largest number of each row of a block, and each row's sum, for the CPU: written as explicit vectors.
 
-    max_x panel[row, x]      sum_x panel[row, x]        x = 0 .. columns - 1, whole vectors
+    out_r = max_x panel[r, x]      out_r = sum_x panel[r, x]        r = 0 .. NARROW_ROWS - 1, x = 0 .. columns - 1
 
+The columns are whole vectors, which are folded in halves, two rows at a time: what is left of both fits in one vector.
 Sums are in a fixed order. Left to itself the compiler goes through a row number by number, each after the other.
 """
 
@@ -11,45 +12,61 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from .simd import VECTOR_BYTES
+from .simd import NARROW_ROWS, VECTOR_BYTES
+
+
+def _in_halves(builder, vectors, combine):
+    """Vectors of one row each to one number of each row, in their order."""
+    lanes = vectors[0].type.count  # of a row in its vector
+    while lanes > 1:
+        width = vectors[0].type.count
+        low = [group + x for group in range(0, width, lanes) for x in range(lanes // 2)]
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], vectors[0])]
+        if len(vectors) > 1:
+            low = low + [width + at for at in low]
+        masks = [
+            ir.Constant(ir.VectorType(ir.IntType(32), len(low)), [at + half for at in low]) for half in (0, lanes // 2)
+        ]
+        vectors = [combine(builder, *(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
+        lanes //= 2
+    return vectors
 
 
 def _fold(combine):
-    """The intrinsic that makes one number of a row by `combine(builder, a, b)`."""
+    """The intrinsic that makes one number of each row by `combine(builder, a, b)`."""
 
     @intrinsic
-    def fold(typingctx, panel, row, columns):
-        if panel.layout != "C":
-            raise TypingError("a fold reads through a bare pointer: the panel must be C-contiguous")
+    def fold(typingctx, panel, columns, out):
+        if panel.layout != "C" or out.layout != "C" or out.dtype != panel.dtype:
+            raise TypingError("a fold reads through bare pointers: arrays must be C-contiguous and of one dtype")
         element, size = (ir.FloatType(), 4) if panel.dtype == types.float32 else (ir.DoubleType(), 8)
         width, i64 = VECTOR_BYTES // size, ir.IntType(64)
         vector = ir.VectorType(element, width)
 
         def codegen(context, builder, signature, arguments):
-            panel, row, columns = arguments
+            panel, columns, out = arguments
             array = context.make_array(signature.args[0])(context, builder, panel)
-            start = builder.gep(array.data, [builder.mul(row, cgutils.unpack_tuple(builder, array.shape)[1])])
+            stride = cgutils.unpack_tuple(builder, array.shape)[1]
+            rows = [builder.gep(array.data, [builder.mul(i64(r), stride)]) for r in range(NARROW_ROWS)]
 
-            def load(at):
-                return builder.load(builder.bitcast(builder.gep(start, [at]), vector.as_pointer()), align=size)
+            def load(row, at):
+                return builder.load(builder.bitcast(builder.gep(row, [at]), vector.as_pointer()), align=size)
 
-            total = cgutils.alloca_once_value(builder, load(i64(0)))
+            totals = [cgutils.alloca_once_value(builder, load(row, i64(0))) for row in rows]
             with cgutils.for_range_slice(builder, i64(width), columns, i64(width), i64) as (at, _):
-                builder.store(combine(builder, builder.load(total), load(at)), total)
-            left = builder.load(total)
-            while left.type.count > 1:
-                half = left.type.count // 2
-                low, high = (
-                    ir.Constant(ir.VectorType(ir.IntType(32), half), [*range(at, at + half)]) for at in (0, half)
-                )
-                undefined = ir.Constant(left.type, ir.Undefined)
-                left = combine(builder, *(builder.shuffle_vector(left, undefined, part) for part in (low, high)))
-            return builder.extract_element(left, ir.IntType(32)(0))
+                for row, total in zip(rows, totals, strict=True):
+                    builder.store(combine(builder, builder.load(total), load(row, at)), total)
+            found = _in_halves(builder, [builder.load(total) for total in totals], combine)
+            target = context.make_array(signature.args[2])(context, builder, out).data
+            for i, numbers in enumerate(found):
+                place = builder.gep(target, [i64(i * numbers.type.count)])
+                builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=size)
+            return context.get_dummy_value()
 
-        return panel.dtype(panel, types.intp, types.intp), codegen
+        return types.void(panel, types.intp, out), codegen
 
     return fold
 
 
-largest_of = _fold(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
-sum_of = _fold(lambda builder, a, b: builder.fadd(a, b))
+largest_of_rows = _fold(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+sum_of_rows = _fold(lambda builder, a, b: builder.fadd(a, b))

@@ -12,9 +12,11 @@ Scores are in units of log 2: the factor scale * log2(e) is applied to the queri
 
 import math
 
+from numba.extending import overload
+
 from .._jit import inlined
 from .scalar import exp2, fma, widen
-from .simd import ROW_PADDING, ROWS, lane_count, multiply_block
+from .simd import NARROW_ROWS, ROW_PADDING, ROWS, lane_count, multiply_block, multiply_narrow, padded
 
 TILE = 128  # keys per tile: a tile of keys and one of values stay in the second-level cache
 PANELS = 8  # panels that share a tile, one after the other
@@ -92,6 +94,34 @@ def load_tile(tile, source, start, count):
 
 
 @inlined
+def _load_whole_tile(tile, source, start, count):
+    load_tile(tile, source, start, count)
+    return tile
+
+
+@inlined
+def _tile_where_it_lies(tile, source, start, count):
+    stop = start + padded(count)
+    if source.shape[1] == tile.shape[1] and stop <= source.shape[0]:
+        return source[start:stop]
+    load_tile(tile, source, start, count)
+    return tile
+
+
+def tile_of(tile, source, start, count):
+    """Rows start .. start + count of `source`: where they lie if they can be read like a tile, else loaded into `tile`.
+
+    For tiles that one panel alone looks at; what lies behind those rows is another row, or zero.
+    """
+    return _load_whole_tile(tile, source, start, count)
+
+
+@overload(tile_of, jit_options={"forceinline": True}, strict=False)
+def _tile_of_by_type(tile, source, start, count):
+    return _tile_where_it_lies if source == tile else _load_whole_tile
+
+
+@inlined
 def pack_query(panel, lane, source, row, factor):
     """Query `row` into one lane, times `factor`."""
     for d in range(source.shape[1]):
@@ -99,19 +129,27 @@ def pack_query(panel, lane, source, row, factor):
 
 
 @inlined
-def multiply_keys(scores, tile, queries, count):
-    """scores[j, :] = k_j . q for the `count` keys of a tile."""
-    width = tile.shape[1]
-    for j in range(0, count, ROWS):
-        multiply_block(scores, j, tile, j * width, width, 1, queries, queries.shape[0], False)
+def multiply_keys(scores, tile, queries, count, few=False):
+    """scores[j, :] = k_j . q for the `count` keys of a tile; with `few` for the first half of the lanes alone."""
+    width, lanes, depth = tile.shape[1], lane_count(scores), queries.shape[0]
+    if few:
+        for j in range(0, count, NARROW_ROWS):
+            multiply_narrow(scores, j * lanes, lanes, tile, j * width, width, 1, queries, 0, lanes, depth, False)
+    else:
+        for j in range(0, count, ROWS):
+            multiply_block(scores, j, tile, j * width, width, 1, queries, depth, False)
 
 
 @inlined
-def add_values(sums, tile, weights, count):
-    """sums += V^T w over the `count` keys of a tile."""
-    width = tile.shape[1]
-    for e in range(0, width, ROWS):
-        multiply_block(sums, e, tile, e, 1, width, weights, count, True)
+def add_values(sums, tile, weights, count, few=False):
+    """sums += V^T w over the `count` keys of a tile; with `few` for the first half of the lanes alone."""
+    width, lanes = tile.shape[1], lane_count(sums)
+    if few:
+        for e in range(0, width, NARROW_ROWS):
+            multiply_narrow(sums, e * lanes, lanes, tile, e, 1, width, weights, 0, lanes, count, True)
+    else:
+        for e in range(0, width, ROWS):
+            multiply_block(sums, e, tile, e, 1, width, weights, count, True)
 
 
 @inlined
