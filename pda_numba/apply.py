@@ -19,18 +19,20 @@ from .content import nothing
 from .core_places import LEVERAGE_COLUMNS
 from .kernels.panel import (
     TILE,
+    add_half,
     add_square,
     add_values,
     clipped,
     in_band,
     log_sum,
+    multiply_half,
     multiply_keys,
     pack_query,
     raise_top,
     tile_of,
     weigh,
 )
-from .kernels.simd import lane_count, lanes, padded
+from .kernels.simd import ROW_PADDING, half_lanes, lane_count, lanes, padded
 from .plan import PANEL
 from .products import check_padding
 
@@ -68,6 +70,15 @@ def mask_covered(scores, key, keys, bucket, heavy, names, used):
 
 
 @inlined
+def _ends(row, window, keys, half):
+    """Of a tile's keys those before the first are in the band of the first half of the lanes alone, those from the
+    second on in that of the other half; `row` is the first lane's, counted from the tile's first key.
+    """
+    left, right = (row + half - window) // ROW_PADDING * ROW_PADDING, padded(row + half + window)
+    return min(max(left, 0), keys // ROW_PADDING * ROW_PADDING), min(max(right, 0), keys)
+
+
+@inlined
 def _near_field(
     k,
     v,
@@ -92,14 +103,21 @@ def _near_field(
     stop = min(row + count + window, k.shape[0])
     for j in range(max(row - window, 0), stop, TILE):
         keys = min(TILE, stop - j)
-        multiply_keys(scores, tile_of(key_tile, k, j, keys), queries, keys)
+        left, right = _ends(row - j, window, keys, half_lanes(total))
+        tile = tile_of(key_tile, k, j, keys)
+        multiply_half(scores, tile, queries, 0, left, 0)
+        multiply_keys(scores[left:], tile[left:], queries, right - left)
+        multiply_half(scores, tile, queries, right, keys, 1)
         _mask_band(scores, row, j, window, keys)
         if used:
             mask_covered(scores, j, keys, bucket, heavy, names, used)
         raise_top(top, peak, total, sums, scores, keys)
         weigh(scores, top, total, keys)
         if values:
-            add_values(sums, tile_of(value_tile, v, j, keys), scores, keys)
+            tile = tile_of(value_tile, v, j, keys)
+            add_half(sums, tile, scores, 0, left, 0)
+            add_values(sums, tile[left:], scores[left:], right - left)
+            add_half(sums, tile, scores, right, keys, 1)
     for x in range(lane_count(total)):
         sums[values, x] = total[x]
 

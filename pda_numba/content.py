@@ -24,7 +24,7 @@ from .kernels.simd import NARROW_ROWS, half_lanes, padded
 from .kernels.team import barrier, member, members
 from .metric import metric_of
 
-_TOGETHER = 8  # runs that share their scratch
+_TOGETHER = 16  # runs that share their scratch
 
 # --- bodies ---
 

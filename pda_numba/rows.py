@@ -17,10 +17,12 @@ from .kernels import tile
 from .kernels.panel import (
     PANELS,
     TILE,
+    add_half,
     add_values,
     larger,
     load_tile,
     log_sum,
+    multiply_half,
     multiply_keys,
     pack_query,
     raise_top,
@@ -91,17 +93,22 @@ def _attend(q, k, v, which, h, first, count, start, stop, factor, spans, place, 
             if not seen and outside(lows[p], highs[p], j, keys):
                 continue
             few = count - p * width <= half_lanes(out)
-            multiply_keys(scores, key_tile, queries[p], keys, few)
+            if few:
+                multiply_half(scores, key_tile, queries[p], 0, keys, 0)
+            else:
+                multiply_keys(scores, key_tile, queries[p], keys)
             if not seen:
                 hide_unseen(scores, lows[p], highs[p], j, keys, -element.type(np.inf))
             raise_top(top[p], peak, total[p], sums[p], scores, keys)
             tile_total[:] = 0
             weigh(scores, top[p], tile_total, keys)
             total[p] += tile_total
-            if seen or is_finite(value_tile, keys):
-                add_values(sums[p], value_tile, scores, keys, few)
-            else:
+            if not seen and not is_finite(value_tile, keys):
                 add_seen(sums[p], value_tile, scores, lows[p], highs[p], j, keys)
+            elif few:
+                add_half(sums[p], value_tile, scores, 0, keys, 0)
+            else:
+                add_values(sums[p], value_tile, scores, keys)
             if mass.shape[0]:
                 for x in range(min(width, count - p * width)):
                     mass[first + p * width + x, j // TILE] = log_sum(top[p, x], tile_total[x])

@@ -78,6 +78,7 @@ CASES = [  # n, m, d, e, R, windows of the two heads
     (200, 97, 8, 3, 17, (40, 300)),
     (500, 500, 5, 9, 12, (3, 127)),
     (1025, 1025, 4, 2, 7, (128, 129)),
+    (500, 500, 16, 24, 12, (31, 64)),  # keys and values can be read where they lie
 ]
 
 

@@ -16,7 +16,7 @@ from numba.extending import overload
 
 from .._jit import inlined
 from .scalar import exp2, fma, widen
-from .simd import NARROW_ROWS, ROW_PADDING, ROWS, lane_count, multiply_block, multiply_narrow, padded
+from .simd import NARROW_ROWS, ROW_PADDING, ROWS, half_lanes, lane_count, multiply_block, multiply_narrow, padded
 
 TILE = 128  # keys per tile: a tile of keys and one of values stay in the second-level cache
 PANELS = 8  # panels that share a tile, one after the other
@@ -129,27 +129,38 @@ def pack_query(panel, lane, source, row, factor):
 
 
 @inlined
-def multiply_keys(scores, tile, queries, count, few=False):
-    """scores[j, :] = k_j . q for the `count` keys of a tile; with `few` for the first half of the lanes alone."""
-    width, lanes, depth = tile.shape[1], lane_count(scores), queries.shape[0]
-    if few:
-        for j in range(0, count, NARROW_ROWS):
-            multiply_narrow(scores, j * lanes, lanes, tile, j * width, width, 1, queries, 0, lanes, depth, False)
-    else:
-        for j in range(0, count, ROWS):
-            multiply_block(scores, j, tile, j * width, width, 1, queries, depth, False)
+def multiply_keys(scores, tile, queries, count):
+    """scores[j, :] = k_j . q for the `count` keys of a tile."""
+    width = tile.shape[1]
+    for j in range(0, count, ROWS):
+        multiply_block(scores, j, tile, j * width, width, 1, queries, queries.shape[0], False)
 
 
 @inlined
-def add_values(sums, tile, weights, count, few=False):
-    """sums += V^T w over the `count` keys of a tile; with `few` for the first half of the lanes alone."""
-    width, lanes = tile.shape[1], lane_count(sums)
-    if few:
-        for e in range(0, width, NARROW_ROWS):
-            multiply_narrow(sums, e * lanes, lanes, tile, e, 1, width, weights, 0, lanes, count, True)
-    else:
-        for e in range(0, width, ROWS):
-            multiply_block(sums, e, tile, e, 1, width, weights, count, True)
+def multiply_half(scores, tile, queries, first, stop, half):
+    """The same for the keys first .. stop and one half of the lanes; `first` is a multiple of NARROW_ROWS."""
+    width, lanes, at, depth = tile.shape[1], lane_count(scores), half * half_lanes(scores), queries.shape[0]
+    for j in range(first, stop, NARROW_ROWS):
+        multiply_narrow(scores, j * lanes + at, lanes, tile, j * width, width, 1, queries, at, lanes, depth, False)
+
+
+@inlined
+def add_values(sums, tile, weights, count):
+    """sums += V^T w over the `count` keys of a tile."""
+    width = tile.shape[1]
+    for e in range(0, width, ROWS):
+        multiply_block(sums, e, tile, e, 1, width, weights, count, True)
+
+
+@inlined
+def add_half(sums, tile, weights, first, stop, half):
+    """The same over the keys first .. stop and for one half of the lanes."""
+    width, lanes, at = tile.shape[1], lane_count(sums), half * half_lanes(sums)
+    start, keys = first * lanes + at, stop - first
+    for e in range(0, width, NARROW_ROWS):
+        multiply_narrow(
+            sums, e * lanes + at, lanes, tile, first * width + e, 1, width, weights, start, lanes, keys, True
+        )
 
 
 @inlined
