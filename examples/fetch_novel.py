@@ -58,7 +58,7 @@ def novel(name, url=MIRROR, archive=None):
         package = fetch_documents.download(url, PACKAGE) if archive is None else Path(archive).read_bytes()
         folder.mkdir(parents=True, exist_ok=True)
         for title, text in novels_of(package).items():
-            unfinished = folder / f"{title}.part"
+            unfinished = folder / f"{title}.{os.getpid()}.part"  # two processes may be at it
             unfinished.write_bytes(text.encode())
             os.replace(unfinished, folder / f"{title}.txt")
     return path.read_bytes().decode()
