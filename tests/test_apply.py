@@ -217,10 +217,11 @@ def _loaded(probes, row, count, names):
 def test_names_of_probes_stay_in_their_place(element):
     """Lanes are those of the arithmetic, though the names are of 32 bits."""
     width = lanes(element)
+    count = width * 2 // 3
     room = np.full(3 * width + 200, -7, np.int32)
     names = room[: 3 * width].reshape(3, width)
     probes = np.arange(40 * 4, dtype=np.int32).reshape(40, 4)
-    _loaded(probes, 5, 11, names)
-    np.testing.assert_array_equal(names[:, :11], probes[5:16, :3].T)
-    assert (names[:, 11:] == -2).all()
+    _loaded(probes, 5, count, names)
+    np.testing.assert_array_equal(names[:, :count], probes[5 : 5 + count, :3].T)
+    assert (names[:, count:] == -2).all()
     assert (room[3 * width :] == -7).all()
