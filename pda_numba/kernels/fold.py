@@ -21,12 +21,13 @@ def _in_halves(builder, vectors, combine):
     while lanes > 1:
         width = vectors[0].type.count
         low = [group + x for group in range(0, width, lanes) for x in range(lanes // 2)]
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], vectors[0])]
         if len(vectors) > 1:
-            low = low + [width + at for at in low]
-        masks = [
-            ir.Constant(ir.VectorType(ir.IntType(32), len(low)), [at + half for at in low]) for half in (0, lanes // 2)
-        ]
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+            low += [width + at for at in low]
+        else:
+            pairs = [(vectors[0], vectors[0])]
+        kind = ir.VectorType(ir.IntType(32), len(low))
+        masks = [ir.Constant(kind, [at + half for at in low]) for half in (0, lanes // 2)]
         vectors = [combine(builder, *(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
         lanes //= 2
     return vectors
